@@ -1,8 +1,8 @@
 """Checkpoints of several ranks: a folder into which each rank writes its part.
 
     path/current              the name of the current sub-folder, replaced atomically
-    path/state-<n>-<token>/   tensors, as torch.distributed.checkpoint writes them, and ENGINE
-                              with everything else
+    path/state-<n>-<token>/   tensors, as torch.distributed.checkpoint writes them, and the file
+                              ENGINE with all other state
 
 Any number of ranks can read a checkpoint of either kind, file or folder.
 """
@@ -46,16 +46,16 @@ def save(
     ranks: Ranks,
     as_folder: bool,
 ) -> None:
-    """Write a checkpoint, with the engine's state of the first rank; all ranks call this together.
+    """Write a checkpoint; all ranks call this together. The engine's state is the first rank's.
 
-    Each rank writes its part into a folder (`as_folder`), or this process writes one file. After
-    an error, of this rank or a RankError for another one's, an earlier checkpoint is as it was.
+    With `as_folder` each rank writes its part into a folder, else this process writes one file.
+    If this or another rank raises an error, an earlier checkpoint stays unchanged.
     """
     path = Path(path)
     if not as_folder:
         if path.is_dir():
             raise ValueError(
-                f"path={str(path)!r} is a folder, and a process by itself writes its checkpoint "
+                f"path={str(path)!r} is a folder, and a single process writes its checkpoint "
                 "as one file; pass another path"
             )
         tensors = {k: _whole(v) for k, v in _inner(model).state_dict().items()}
@@ -67,7 +67,7 @@ def save(
         checkpoint.write(path, {"module": tensors, "optimizer": optimized, **own_state()})
         return
     call = f"save_checkpoint(path={str(path)!r})"
-    # If ranks differed here, each would wait for another's exchange.
+    # Checked first: ranks that differ here would wait for different exchanges.
     state = ranks.run_on_all(call, own_state)
     found = checksums(p for p in model.parameters() if not is_sharded(p))
     same = {"releases": state["releases"], "what the parameters have become": found}
@@ -81,7 +81,7 @@ def save(
             shutil.rmtree(path / name, ignore_errors=True)
         raise
     if ranks.is_first:
-        # The checkpoint is complete. The next save tries again to remove the rest.
+        # The checkpoint is complete. If old folders remain, the next save removes them.
         with suppress(OSError):
             _remove_others(path, name)
 
@@ -96,19 +96,19 @@ def load(
 ) -> dict[str, Any]:
     """Read a checkpoint of either kind without changing anything; all ranks call this together.
 
-    `check` raises ValueError for a state that does not fit. Returned is the engine's state, with
-    "module" for `put` and "optimizer" for load_state_dict; of a sharded parameter this rank's
-    part. A missing, damaged or mismatched checkpoint raises FileNotFoundError or ValueError, and
-    RankError on the other ranks.
+    Returns the engine's state, with "module" for `put` and "optimizer" for load_state_dict; of a
+    sharded parameter they hold this rank's part. `check` raises ValueError for a state that does
+    not fit. A missing, damaged or mismatched checkpoint raises FileNotFoundError or ValueError,
+    and RankError on the other ranks.
     """
     path = Path(path)
     call = f"load_checkpoint(path={str(path)!r})"
-    # The first rank decides which one is read. Otherwise ranks could read different ones while
+    # The first rank finds the current sub-folder. Otherwise ranks could read different ones while
     # another job saves.
     name = ranks.run_on_first(call, lambda: _find(path)).decode()
 
     def read() -> dict[str, Any]:
-        # By its name, since the pointer may have changed meanwhile.
+        # Read by name, since the pointer may have changed meanwhile.
         state = _read_engine(path, name)
         check(state)
         if name:
@@ -123,7 +123,7 @@ def load(
 
 
 def read_plain(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The engine's state of a checkpoint of either kind, with `extra`, without a model."""
+    """Read the engine's state and `extra` of a checkpoint of either kind, without a model."""
     path = Path(path)
     return _read_engine(path, _find(path).decode())
 
@@ -254,7 +254,7 @@ def _find(path: Path) -> bytes:
         text = (path / POINTER).read_text()
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"path={str(path)!r}: a folder without a file {POINTER!r}, so no checkpoint was "
+            f"path={str(path)!r} is a folder without a file {POINTER!r}, so no checkpoint was "
             "finished there"
         ) from None
     except UnicodeDecodeError:
@@ -262,12 +262,12 @@ def _find(path: Path) -> bytes:
     name = text.removesuffix("\n")
     if not _STATE_FOLDER.fullmatch(name):
         raise ValueError(
-            f"path={str(path)!r}: its file {POINTER!r} is damaged and names no checkpoint; use an "
-            "earlier copy"
+            f"path={str(path)!r}: the file {POINTER!r} in it is damaged and names no checkpoint; "
+            "use an earlier copy"
         )
     if not (path / name / ENGINE).is_file():
         raise ValueError(
-            f"path={str(path)!r}: its file {POINTER!r} names {name!r}, which is missing or "
+            f"path={str(path)!r}: the file {POINTER!r} in it names {name!r}, which is missing or "
             "incomplete; use an earlier copy"
         )
     return name.encode()
@@ -281,7 +281,7 @@ def _current(path: Path) -> str | None:
 
 
 def _read_engine(path: Path, name: str) -> dict[str, Any]:
-    """The file of a checkpoint, or that in its sub-folder of this name."""
+    """Read a checkpoint's file, or the file ENGINE in its sub-folder `name`."""
     return checkpoint.read(path / name / ENGINE, format=FORMAT) if name else checkpoint.read(path)
 
 
@@ -304,13 +304,13 @@ def _read_tensors(
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
 ) -> None:
-    """Put the tensors of a folder in place of the structure that holds them."""
+    """Replace the shapes and specifications in `state` by the tensors of a folder."""
     folder = path / name
     saved, names = state["optimizer"], _names(model, optimizer)
     if names != saved["names"]:
         raise ValueError(
             f"path={str(path)!r}: the checkpoint does not fit the optimizer, which has other "
-            "parameters or another order of them. Build it as it was"
+            "parameters or another order of parameters. Build it as it was"
         )
     for file, digest in _digests(folder, list(state["files"]), ranks).items():
         if digest != state["files"][file]:
@@ -320,7 +320,7 @@ def _read_tensors(
             )
     own = _inner(model).state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # Not read into the model itself: if reading failed, it would be a mix of both.
+    # Not read into the model itself: a failed read would leave it partly overwritten.
     targets: dict[str, Any] = {
         f"module/{k}": torch.empty_like(own[k], device="cpu", requires_grad=False)
         for k, shape in state["module"].items()
@@ -350,7 +350,7 @@ def _read_tensors(
 
 
 def _target(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The tensor into which the optimizer's state of a parameter is read."""
+    """Make the tensor into which the optimizer's state of a parameter is read."""
     if is_sharded(parameter) and tuple(shape) == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=dtype, device="cpu", requires_grad=False)
     return torch.empty(shape, dtype=dtype)
@@ -389,7 +389,7 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def _digests(folder: Path, names: list[str], ranks: Ranks) -> dict[str, str]:
-    """Digests of all files; each rank computes a part of them."""
+    """Digests of this rank's part of the files."""
     found = {}
     for name in names[rank_in(ranks.everyone) :: world_size(ranks.everyone)]:
         digest = hashlib.blake2b(digest_size=16)

@@ -1,4 +1,4 @@
-"""Checkpoints in one file: written atomically, checked against the run that reads them."""
+"""Checkpoints in one file: written atomically, and checked against the run that reads them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..privacy.ledger import Ledger
 from ..refusal import PrivateRefusal, warn
 
 FORMAT = "dpflash-checkpoint-4"
-# The one name in the state_dict of an engine. A text stays one value in
-# torch.distributed.checkpoint, which would store each number of a history by itself.
+# The only name in the state_dict of an engine. Its value is one text, since
+# torch.distributed.checkpoint would store each number of a history separately.
 _ENGINE = "dpflash-engine-1"
 _UNITS = "entries of each unit"  # in a sampling scheme: a digest
 
@@ -30,8 +30,8 @@ _UNITS = "entries of each unit"  # in a sampling scheme: a digest
 def write(path: str | os.PathLike[str], state: dict[str, Any], *, format: str = FORMAT) -> None:
     """Write a checkpoint atomically: the file is always the old one or the new one.
 
-    Only its owner can read the file: with a seed it holds the key, with which the noise of the
-    releases can be subtracted.
+    Only its owner can read the file: a run with a seed saves its key, from which the noise of the
+    releases can be computed and subtracted.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,8 +41,8 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], *, format: str = 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that only its owner can read; at the end of the block it replaces `path`."""
-    outer = sys.exc_info()[1]  # being handled by the caller
+    """Open a new file that only its owner can read; after the block it replaces `path`."""
+    outer = sys.exc_info()[1]  # an exception that the caller handles
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -52,7 +52,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
         os.replace(temporary, path)
     except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
-        # torch.save's own RuntimeError says nothing of a full disk, the error behind it does.
+        # torch.save's RuntimeError does not mention a full disk, but its context does.
         said = error.__context__ if isinstance(error, RuntimeError) else error
         if isinstance(said, OSError) and said.errno is not None and said is not outer:
             raise OSError(said.errno, said.strerror, str(path)) from error
@@ -60,7 +60,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any]:
-    """Read a checkpoint that is one file; refuses one that is missing, damaged or foreign."""
+    """Read a checkpoint file; refuse a missing or damaged file, or one of another format."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"path={str(path)!r}: no checkpoint there")
@@ -73,7 +73,7 @@ def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any
         state = torch.load(path, map_location="cpu", weights_only=True)
     except PermissionError:
         raise
-    except (  # In a truncated file torch seeks to before its start: an OSError.
+    except (  # OSError: in a truncated file torch seeks to before its start.
         RuntimeError,
         EOFError,
         OSError,
@@ -103,17 +103,17 @@ def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any
 
 
 def as_text(state: Mapping[str, Any]) -> dict[str, str]:
-    """The engine's own part of a checkpoint as one text."""
+    """Convert the engine's own part of a checkpoint to one text."""
     return {_ENGINE: json.dumps(state)}
 
 
 def from_text(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's own part of a checkpoint, from `as_text`; refuses anything else."""
+    """Restore the engine's own part of a checkpoint from `as_text`; refuse any other value."""
     text = state_dict.get(_ENGINE) if isinstance(state_dict, Mapping) else None
     state = json.loads(text) if isinstance(text, str) else None
     if not isinstance(state, dict):
         raise ValueError(
-            "state_dict is not that of an engine: pass what engine.state_dict() returned"
+            "state_dict is not that of an engine: pass the value that engine.state_dict() returned"
         )
     return state
 
@@ -127,8 +127,8 @@ def check_model(
 ) -> None:
     """Refuse a checkpoint of another model or optimizer.
 
-    `where` names the checkpoint in messages; its "module" holds tensors or their shapes; `shapes`
-    are those of the model's tensors, by name.
+    `where` names the checkpoint in messages. `state["module"]` holds tensors or their shapes.
+    `shapes` has the shapes of the model's tensors, by name.
     """
     where = f"{where}: the checkpoint does not fit"
     saved = shapes_of(state["module"])
@@ -155,16 +155,16 @@ def check_fits(
     mechanism: str,
     ledger: Ledger | None,
 ) -> None:
-    """Refuse a checkpoint, or an engine's own part of one, of another run than this one.
+    """Refuse a checkpoint, or an engine's own part of one, that does not fit this run.
 
-    `where` names it in messages. `own` is of this run: "sampling", the loader's scheme;
-    "clipping", its kind; and "shares", the clipping groups' names, and their bounds as fractions
-    of max_grad_norm. `mechanism` is the accountant's name.
+    `where` names the checkpoint in messages. `own` describes this run: "sampling" is the loader's
+    scheme, "clipping" the kind of clipping, and "shares" has the clipping groups' names and their
+    bounds as fractions of max_grad_norm. `mechanism` is the accountant's name.
     """
     where = f"{where}: the checkpoint does not fit"
     if state["sampling"] != own["sampling"]:
         saved, now = (dict(scheme) for scheme in (state["sampling"], own["sampling"]))
-        # Who owns which entry is private, and a digest of it can be guessed.
+        # Who owns which entry is private, and guesses could be tested against a digest of it.
         units = saved.pop(_UNITS, None), now.pop(_UNITS, None)
         if None in units:
             saved["unit_of"], now["unit_of"] = (digest is not None for digest in units)
@@ -175,9 +175,9 @@ def check_fits(
             ) from None
         raise ValueError(
             f"{where} the data loader: saved with {saved}, now {now}. Call "
-            "make_private with the same data, units (unit_of) and batch size. To go on with "
-            "others, load the checkpoint there, call engine.detach(model), and make_private of "
-            "that engine with the new loader: the epsilons add up"
+            "make_private with the same data, units (unit_of) and batch size. To continue with "
+            "other data, load the checkpoint with the old loader, call engine.detach(model), and "
+            "call that engine's make_private with the new loader: the epsilons add up"
         )
     if state["spending"]["accountant"]["mechanism"] != mechanism:
         raise ValueError(
@@ -192,8 +192,8 @@ def check_fits(
         if releases is None:
             return
         raise ValueError(
-            f"{where} the engine: it was written with a ledger, and the engine has none. Build "
-            "PrivacyEngine(ledger=...) with that run's ledger"
+            f"{where} the engine: the checkpoint was written with a ledger, and the engine has "
+            "none. Build PrivacyEngine(ledger=...) with that run's ledger"
         )
     if releases is None:
         raise ValueError(
@@ -212,12 +212,12 @@ def check_fits(
 def _check_shares(
     where: str, state: Mapping[str, Any], shares: Sequence[tuple[str, float]]
 ) -> None:
-    """Refuse bounds of clipping groups in other proportions than in the checkpoint's run."""
+    """Refuse clipping groups whose bounds have other proportions than in the checkpoint's run."""
     saved = state["shares"]
     if len(saved) != len(shares):
         raise ValueError(
-            f"{where} the clipping groups: {len(saved)} then, {len(shares)} now. Train the same "
-            "parameters with the same clipping"
+            f"{where} the clipping groups: saved with {len(saved)}, now {len(shares)}. Train the "
+            "same parameters with the same clipping"
         )
     bound = state["max_grad_norm"]
     different = [
@@ -227,14 +227,14 @@ def _check_shares(
     ]
     if different:
         raise ValueError(
-            f"{where} the bounds of the clipping groups: of max_grad_norm={bound!r}, the bound of "
-            f"all groups together, {', '.join(different)}. Pass make_private the max_grad_norm of "
-            "that run"
+            f"{where} the bounds of the clipping groups: with max_grad_norm={bound!r} for all "
+            f"groups together, {', '.join(different)}. Pass make_private the max_grad_norm of "
+            "the checkpoint's run"
         )
 
 
 def shapes_of(values: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
-    """Shapes of tensors, given as tensors or as shapes; None for other values."""
+    """Return the shapes of values that are tensors or shapes; None for other values."""
     return {
         k: tuple(v.shape) if isinstance(v, torch.Tensor) else v if isinstance(v, tuple) else None
         for k, v in values.items()
@@ -247,21 +247,21 @@ def warn_of_changes(
     restored: Mapping[str, object],
     unchanged: Mapping[str, object],
 ) -> None:
-    """Warn where the arguments of make_private differ from those of the checkpoint's run.
+    """Warn if arguments of make_private differ from those of the checkpoint's run.
 
-    The checkpoint replaces the values `restored`; the values `unchanged` stay as they are now.
+    Values in `restored` are replaced by the checkpoint's; values in `unchanged` are kept.
     """
     for name, value in restored.items():
         if value != state[name]:
             warn(
-                f"{name} is {state[name]!r} from the checkpoint now, not {value!r}; set "
+                f"{name} is {state[name]!r} from the checkpoint, not {value!r}; set "
                 f"optimizer.{name} to change it",
             )
     for name, value in unchanged.items():
         if value != state[name]:
             warn(
-                f"{name} was {state[name]!r} in the checkpoint's run and is {value!r} now, as "
-                "passed to make_private",
+                f"{name} was {state[name]!r} in the checkpoint's run and is now {value!r}, the "
+                "value passed to make_private",
             )
 
 

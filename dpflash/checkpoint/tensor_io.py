@@ -22,10 +22,10 @@ from ..distributed.collectives import exchanging
 def write(
     folder: Path, tensors: dict[str, Tensor], name: str, group: ProcessGroup | None
 ) -> list[str]:
-    """Write tensors into a folder that all ranks see, each rank its part; all call this together.
+    """Write tensors into a folder that all ranks share; all ranks call this together.
 
-    Returns the names of the files, the same on all ranks. Where a rank failed, all of them raise a
-    RuntimeError that names the exchange.
+    Each rank writes its part. Returns the names of all files, the same on all ranks. If a rank
+    fails, all ranks raise a RuntimeError that names the exchange.
     """
     try:
         with exchanging(name, group), _quiet():
@@ -34,7 +34,7 @@ def write(
                 storage_writer=dcp.FileSystemWriter(folder),
                 no_dist=group is None,
             )
-    # torch raises it on all ranks; it is no subclass of Exception.
+    # torch raises this on all ranks; it is not a subclass of Exception.
     except CheckpointException as error:
         raise RuntimeError(f"{name}: {_reasons(error)}; nothing was replaced") from error
     assert written.storage_data is not None
@@ -43,9 +43,9 @@ def write(
 
 
 def read_(folder: Path, targets: dict[str, Any], files: frozenset[str]) -> None:
-    """Read tensors into those of `targets`; of a sharded one, this rank's part.
+    """Read tensors into those of `targets`; into a sharded tensor, read this rank's part.
 
-    Each rank reads by itself, so that none waits for one that failed.
+    Each rank reads independently, so that no rank waits for one that failed.
     """
     try:
         with _quiet():
@@ -76,7 +76,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Loads only the classes that torch.distributed.checkpoint's metadata consist of."""
+    """Loads only the classes that torch.distributed.checkpoint's metadata consists of."""
 
     def find_class(self, module: str, name: str) -> Any:
         refused = pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
@@ -109,7 +109,7 @@ def _reasons(error: CheckpointException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress torch's warning that one process reads or writes by itself, which is intended."""
+    """Suppress torch's warning that a single process reads or writes, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield

@@ -2,9 +2,9 @@
 
 `shard_sequence` splits a sequence, `ring_attention` attends over all of it, and `unshard_sequence`
 gathers the results; `context_parallel` does this for a whole model. Every pattern of
-`dpflash.patterns` is supported, results equal those of one rank, and keys that no query attends to
-are never sent. Ranks compare the arguments of each call before they exchange tensors, so a mistake
-raises on all of them instead of hanging.
+`dpflash.patterns` is supported. Results are equal to those of one rank, and keys that no query
+attends to are never sent. Ranks compare the arguments of each call before they exchange tensors,
+so a mistake raises an error on all ranks instead of blocking them.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
 """Checks that all ranks made the same call before they exchange tensors.
 
-A mistake on one rank then raises on all of them instead of hanging. T is the number of tokens.
+A mistake on one rank then raises an error on all ranks instead of blocking them.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .layout import Layout
 
 MODES = ("ring", "all_gather", "ulysses")
 
-# Answers of `agree_on_lengths` that hold for every call alike, by group.
+# Results of `agree_on_lengths(once=True)`, by group and call.
 _known: WeakKeyDictionary[ProcessGroup, dict[tuple[object, ...], list[int]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """A sharded sequence, as all ranks of a call agreed on it."""
+    """A sharded sequence that all ranks of a call agreed on."""
 
     group: ProcessGroup | None  # the ranks that share the sequence; None for a single process
     layout: Layout  # which tokens each rank holds
     mode: str  # "ring", "all_gather", "ulysses" or "auto"
-    length: int  # positions from this one on are padding
-    calls: dict[Any, Any] | None = None  # of `ContextParallel`
+    length: int  # positions from `length` on are padding
+    calls: dict[Any, Any] | None = None  # `ContextParallel.calls`
 
     @property
     def rank(self) -> int:
@@ -61,7 +61,7 @@ class Context:
         return self.layout.local_length(self.rank, self.length)
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
-        """`[T_p]`, int64: the position in the sequence of each of this rank's tokens."""
+        """`[T_p]`, int64: the position in the sequence of each of this rank's T_p tokens."""
         return self.layout.positions(self.rank, device)
 
 
@@ -73,14 +73,14 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup | None:
         group = dist.group.WORLD
     if not isinstance(group, ProcessGroup):
         raise ValueError(
-            f"group={group!r}: expected a torch.distributed process group that this process is "
-            "in, or None for the default one; use mesh.get_group('context') of a DeviceMesh"
+            f"group={group!r}: expected a torch.distributed process group that contains this "
+            "process, or None for the default group; use mesh.get_group('context') of a DeviceMesh"
         )
     return group
 
 
 class DeferredError:
-    """Stores a ValueError until all ranks can raise it together."""
+    """Stores a ValueError of this rank until all ranks can raise it together."""
 
     def __init__(self) -> None:
         self.error: ValueError | None = None
@@ -103,10 +103,10 @@ def agree_on_lengths(
     *,
     once: bool = False,
 ) -> list[int]:
-    """The number of tokens of every rank, after a check that `values` are equal on all of them.
+    """Return the number of tokens of every rank after checking that `values` are equal on all.
 
-    Takes one small exchange if all is well; all ranks of the group call this together. Raises a
-    ValueError on all ranks for the first `error`, which says why a rank cannot continue, or for
+    All ranks of the group call this together. Without an error it takes one small exchange. If a
+    rank passes an `error`, all ranks raise a ValueError for the first. They also raise one for
     the first value that differs, see `collectives.agree`.
 
     Args:
@@ -114,9 +114,9 @@ def agree_on_lengths(
         values: see `collectives.agree`.
         length: number of tokens of this rank.
         group: the ranks.
-        error: see above.
-        once: the same call needs no exchange again. For what sends no tensors: a rank that makes
-            another call then meets the others in their next exchange of this kind.
+        error: why this rank cannot continue, or None.
+        once: skip the exchange if the same call was checked before. Only for calls that send no
+            tensors: a rank that makes another call then meets the others in their next exchange.
     """
     text = "\n".join(f"{name}={value!r}" for name, value in values.items())
     own = [int(error is not None), digest(text), length]
@@ -134,12 +134,12 @@ def agree_on_lengths(
 
 
 def layout_of(operation: str, lengths: list[int], sharding: str, rows: int = 1) -> Layout:
-    """The layout in which the ranks hold these numbers of tokens, of each row; refuses others."""
+    """Return the layout for these numbers of tokens per rank and row; refuse impossible ones."""
     layout = Layout(sum(lengths), len(lengths), sharding)
     expected = [layout.local_length(rank) for rank in range(len(lengths))]
     if lengths != expected:
         raise ValueError(
-            f"{operation}: the ranks have {lengths} tokens: expected {expected} of "
+            f"{operation}: the ranks have {lengths} tokens: expected {expected} for "
             f"{sum(lengths)} tokens with sharding={sharding!r}; split the sequence with "
             "dpflash.distributed.shard_sequence"
         )
@@ -147,15 +147,15 @@ def layout_of(operation: str, lengths: list[int], sharding: str, rows: int = 1) 
 
 
 def unpadded_length(length: object, num_tokens: int) -> int:
-    """Number of tokens without padding; None means all."""
+    """Return the number of tokens without padding; `length` None means no padding."""
     if length is None:
         return num_tokens
     _validate.positive_int(length=length)
     assert isinstance(length, int)
     if length > num_tokens:
         raise ValueError(
-            "length: expected at most the number of tokens over all ranks; pass how many of them "
-            "are not padding"
+            "length: expected at most the number of tokens over all ranks; pass the number of "
+            "tokens that are not padding"
         )
     return length
 

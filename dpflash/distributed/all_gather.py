@@ -20,7 +20,7 @@ from .exchange_plan import ALL_RANKS, Piece, pieces
 
 
 class AllGatherCall(ShardedCall):
-    """One call on this rank."""
+    """One attention call on this rank, with an all-gather of keys and values."""
 
     @property
     def most_rows(self) -> int:
@@ -50,13 +50,13 @@ class AllGatherCall(ShardedCall):
         return pieces(self.sharded, self.rank, ALL_RANKS, device, self.by_chunk, runtime)
 
     def gather(self, k: Tensor, v: Tensor, phase: str) -> Tensor:
-        """`[2, B, G, T, D]`: k and v of all ranks, in the order of the sequence."""
+        """Gather k and v of all ranks, `[2, B, G, T, D]`, in the order of the sequence."""
         own = F.pad(torch.stack((k, v)), (0, 0, 0, self.sharded.longest - k.shape[2]))
         shards = all_gather(own, self.group, "keys and values of all ranks", phase)
         return self.sharded.layout.joined(shards, 3, self.sharded.length)
 
     def scatter_sum(self, whole: Tensor) -> Tensor:
-        """This rank's tokens `[2, B, G, T_p, D]` of the sum over ranks of `[2, B, G, T, D]`."""
+        """Sum `[2, B, G, T, D]` over the ranks; return this rank's tokens `[2, B, G, T_p, D]`."""
         shape = (self.sharded.layout.world_size, *whole.shape[:3], self.sharded.longest)
         shards = whole.new_zeros((*shape, whole.shape[4]))
         for rank, chunk in self.sharded.layout.in_order(self.sharded.length):

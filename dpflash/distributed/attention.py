@@ -87,41 +87,41 @@ def ring_attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`dpflash.attention` over a sequence that is sharded over ranks, for every pattern.
+    """Compute `dpflash.attention` over a sequence that is sharded over ranks, for every pattern.
 
-    All ranks of the group call it together, each with its own tokens from
-    `dpflash.distributed.shard_sequence`. Either all of them run the backward, or none.
+    All ranks of the group call this function together, each with its own tokens from
+    `dpflash.distributed.shard_sequence`. Either all ranks run the backward, or none does.
 
-    - "ring": each rank receives the keys and values of every other rank in turn, only those that
-      its queries attend to, and returns their gradients directly (Liu et al., arXiv:2310.01889).
-      Saves q, k, v, o and lse of this rank; needs memory for one more shard while it runs.
+    - "ring": each rank receives in turn those keys and values of every other rank that its queries
+      attend to, and returns their gradients directly (Liu et al., arXiv:2310.01889). It saves q,
+      k, v, o and lse of this rank, and needs memory for one more shard while it runs.
     - "all_gather": one all-gather of keys and values in the forward and one in the backward, and
-      one reduce-scatter of their gradients. Needs memory for the keys and values of the whole
+      one reduce-scatter of their gradients. It needs memory for the keys and values of the whole
       sequence while it runs.
-    - "ulysses": all-to-all, after which each rank has all tokens of some heads (Jacobs et al.,
-      arXiv:2309.14509). Needs at least one query head per rank; saves q, k and v of its heads.
-      With fewer key/value heads than ranks, k and v are repeated to H heads first.
-    - "auto": the possible mode of the shortest predicted time, by the bytes that the busiest rank
-      sends (see `sent_bytes`), its work, and the number of exchanges; "all_gather" only if the
-      keys of all ranks are no larger than one rank's queries.
+    - "ulysses": an all-to-all, after which each rank has all tokens of some heads (Jacobs et al.,
+      arXiv:2309.14509). It needs at least one query head per rank, and saves q, k and v of the
+      rank's heads. If there are fewer key/value heads than ranks, k and v are first repeated to H.
+    - "auto": the supported mode with the shortest predicted time. The prediction counts the bytes
+      that the busiest rank sends (see `sent_bytes`), its work and the number of exchanges.
+      "all_gather" is chosen only if the keys of all ranks are no larger than one rank's queries.
 
-    Large calls of "ring" and "all_gather" run in up to eight parts of the heads, one after the
-    other, and what they need while they run is that of a part.
+    Large calls of "ring" and "all_gather" split the heads into up to eight parts, which run one
+    after the other, and need memory for one part at a time.
 
     Args:
-        q: `[B, H, T_p, D]`, this rank's tokens; dtypes as in `dpflash.attention`.
+        q: `[B, H, T_p, D]`, this rank's tokens, with a dtype that `dpflash.attention` supports.
         k: `[B, G, T_p, D]`, dtype and device of `q`; G divides H.
         v: `[B, G, T_p, D]`, dtype and device of `q`.
-        pattern: one of `dpflash.patterns`, over the whole sequence; None means dense attention
-            without causal mask.
+        pattern: a pattern of `dpflash.patterns` over the whole sequence; None means dense
+            attention without causal mask.
         group: the ranks that share the sequence; None means the default group, or a single
             process without torch.distributed.
         mode: how keys and values are exchanged, see above.
         sharding: "contiguous" or "zigzag", see `Layout`.
         return_lse: also return the log-sum-exp of each query's scores.
         softmax_scale: factor of the scores; None means `1 / sqrt(D)`.
-        length: positions from this one on are padding, which is masked and not computed.
-        sinks: `[H]` or `[B, H]`, the same on all ranks: the score of one more key, of value 0.
+        length: positions from `length` on are padding, which is masked and not computed.
+        sinks: `[H]` or `[B, H]`, equal on all ranks: score of an additional key whose value is 0.
         alibi_slopes: `[H]` or `[B, H]`, the same on all ranks: ``slope * |i - j|`` is subtracted
             from the scores; i and j are positions in the whole sequence.
 
@@ -132,17 +132,17 @@ def ring_attention(
         o = 0, lse = -inf and gradient 0.
 
     Raises:
-        ValueError: on all ranks, if `dpflash.attention` raises it for the arguments, if arguments
+        ValueError: on all ranks, if `dpflash.attention` refuses the arguments, if arguments
             differ between ranks, or if a shard has a wrong number of tokens.
         RankError: a rank died, or did not answer within the timeout of the group.
 
     Guarantees:
         Differentiable once in q, k, v, sinks and alibi_slopes, through o and lse. Gradients of
         sinks and alibi_slopes are this rank's part; sum them over the ranks.
-        Partial results merge, and gradients are summed over ranks, in float32 (float64 for
-        float64 inputs), in a fixed order; they are rounded to the inputs' dtype once, except that
-        repeated heads of "ulysses" are rounded before their gradients are summed. Repeats bit for
-        bit in "ring", and in the others as far as the backend's collectives do.
+        Partial results are merged, and gradients are summed over ranks, in float32 (float64 for
+        float64 inputs) in a fixed order. They are rounded to the inputs' dtype once, except that
+        "ulysses" rounds gradients of repeated heads before their sum. Runs of "ring" repeat bit
+        for bit; runs of the other modes do so if the backend's collectives do.
     """
     group = resolve_group(group)
     deferred = DeferredError()
@@ -201,14 +201,14 @@ def attend(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`ring_attention` without the comparison of arguments between ranks.
+    """Compute `ring_attention` without comparing arguments between ranks.
 
-    q, k and v, checked by `require_fitting`, have the T_p tokens of the layout on which all ranks
-    agreed; sinks and slopes are `[B, H]`. Raises on all ranks for an unsupported mode, T or H.
+    `require_fitting` has checked q, k and v, and they have the T_p tokens of the agreed layout;
+    sinks and slopes are `[B, H]`. Raises on all ranks for an unsupported mode, T or H.
     """
     if q.shape[2] != context.layout.local_length(context.rank):
         raise ValueError(
-            "context is of another number of tokens than this rank's q: pass the one that "
+            "context is of another number of tokens than this rank's q: pass the context that "
             "context_parallel.agree returned for this call"
         )
     own, padding = context.local_length, q.shape[2] - context.local_length
@@ -229,7 +229,7 @@ def attend(
         options: Any = {"softmax_scale": scale, "sinks": sinks, "alibi_slopes": slopes}
         o, lse = attention(q, k, v, pattern=pattern, return_lse=True, **options)
     elif q.shape[0] == 0:
-        # Empty outputs that depend on all inputs, so that the autograd graph is that of any batch.
+        # Empty outputs that depend on all inputs keep the autograd graph equal to other batches'.
         o = q + sum(x.sum() for x in (k, v, sinks, slopes) if x is not None)
         lse = o.sum(3, dtype=torch.promote_types(q.dtype, torch.float32))
     elif mode == "ulysses":
@@ -248,7 +248,7 @@ def attend(
 class _ShardedAttention(torch.autograd.Function):
     """``(o, lse)`` of this rank's queries over the keys of all ranks.
 
-    Saves q, k, v, o and lse of this rank only; the backward gets keys and values again.
+    Saves q, k, v, o and lse of this rank only; the backward exchanges keys and values again.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Blockwise attention over key/value shards: merges by log-sum-exp, accumulates gradients.
+"""Blockwise attention over key/value shards: merge by log-sum-exp, accumulate gradients.
 
 `BlockChoice` lets an `Adaptive` pattern choose the same key blocks on all ranks.
 
@@ -43,9 +43,9 @@ class BlockChoice(NamedTuple):
     def of(
         cls, q: Tensor, k: Tensor, sharded: ShardedPattern, group: ProcessGroup, scale: float
     ) -> BlockChoice:
-        """The choice of an `Adaptive` pattern, the same on all ranks: from means over all tokens.
+        """Choose the blocks of an `Adaptive` pattern from means over all tokens.
 
-        q `[B, H, T_p, D]` and k `[B, G, T_p, D]` are of this rank, scale is that of the softmax.
+        All ranks choose the same blocks. q `[B, H, T_p, D]` and k `[B, G, T_p, D]` are local.
         """
         pattern = sharded.pattern
         if not isinstance(pattern, Adaptive):
@@ -67,11 +67,11 @@ class BlockChoice(NamedTuple):
         return runtime_graph(blocks, gates, sharded.pattern, sharded.length)
 
 
-# Beside its results o, dq, dk and dv a call holds up to 13 tensors of a shard's size, in parts of
-# a part's size: with eight parts they take less than half as much as the results.
+# Beside its results o, dq, dk and dv a call holds up to 13 temporary tensors, each as large as a
+# shard. With eight parts these take less than half as much memory as the results.
 _MOST_PARTS = 8
-# Of the keys in one exchange of a part. Smaller parts would wait for the network's latency and, on
-# a GPU, not give each multiprocessor some queries.
+# Least bytes of keys in one exchange of a part. In smaller parts the network's latency would
+# dominate and, on a GPU, some multiprocessors would have no queries.
 _LEAST_BYTES = {"cpu": 2**20, "cuda": 2**23}
 
 
@@ -83,7 +83,7 @@ class ShardedCall:
     group: ProcessGroup  # the ranks that share the sequence
     scale: float  # softmax scale
     by_chunk: bool  # compute each pair of chunks separately, because distances matter (ALiBi)
-    # whose kernels may run, in the backward too
+    # attention backend of the forward and the backward
     backend: str = field(default_factory=current_backend)
 
     @property
@@ -93,7 +93,7 @@ class ShardedCall:
 
     @property
     def most_rows(self) -> int:
-        """Most rows (key head, token) in one exchange between two ranks, equal on all ranks."""
+        """Largest number of rows (key head, token) that one exchange sends; equal on all ranks."""
         raise NotImplementedError
 
     def by_heads(
@@ -102,22 +102,22 @@ class ShardedCall:
         inputs: Tensors,
         shapes: Sequence[tuple[torch.Size, torch.dtype] | None],
     ) -> Tensors:
-        """The results of ``compute(call, inputs)``, or of its parts, joined along heads.
+        """Return the results of ``compute(part, inputs)`` over all parts, joined along heads.
 
-        A large call is computed in parts, each of whole groups of query heads that share a
-        key/value head, and so needs less memory. Of an `Adaptive` pattern there is one part.
+        A large call is computed in parts to save memory. Each part has whole groups of query heads
+        that share a key/value head. A call with an `Adaptive` pattern is a single part.
 
         Args:
-            compute: given a part and its inputs.
+            compute: function of a part and its inputs.
             inputs: `[B, H, ...]`; the second is this rank's k.
-            shapes: of the results `[B, H, ...]`, and their dtypes.
+            shapes: shapes and dtypes of the results `[B, H, ...]`.
         """
         k = inputs[1]
         assert k is not None
         count = self._number_of_parts(k)
         if count == 1:
             return compute(self, inputs)
-        # Made before anything temporary, above which they would leave a hole in a heap.
+        # Allocated before temporaries; allocated after them they would fragment the heap.
         wholes = [None if x is None else k.new_empty(x[0], dtype=x[1]) for x in shapes]
         heads = self.sharded.num_heads // count
         for i in range(count):
@@ -126,7 +126,7 @@ class ShardedCall:
             for whole, result in zip(wholes, compute(part, own), strict=True):
                 if whole is not None and result is not None:
                     whole.chunk(count, 1)[i].copy_(result)
-            result = None  # not alive while the next part is computed
+            result = None  # freed before the next part is computed
         return wholes
 
     def _number_of_parts(self, k: Tensor) -> int:
@@ -138,7 +138,7 @@ class ShardedCall:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """x summed over the ranks; its gradient is summed over the ranks too."""
+    """Sum x over the ranks; the backward sums the gradient over the ranks too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -153,7 +153,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _block_sums(x: Tensor, size: int, sharded: ShardedPattern, group: ProcessGroup) -> Tensor:
-    """`[B, H, n, D]`, at least float32: this rank's part of the sum over each block."""
+    """`[B, H, n, D]`, float32 or wider: the sum over this rank's tokens in each block."""
     blocks = -(-sharded.length // size)
     dtype = torch.promote_types(x.dtype, torch.float32)
     # Zeros that depend on x, so that ranks without tokens take part in the backward too.
@@ -169,9 +169,9 @@ def _block_sums(x: Tensor, size: int, sharded: ShardedPattern, group: ProcessGro
 
 
 class BlockwiseForward:
-    """Forward over key/value shards, added one at a time; accumulates in float32 or float64.
+    """Forward over key/value shards that are added one at a time, in float32 or float64.
 
-    q is `[B, H, T, D]`, sinks and slopes `[B, H]` or None.
+    q is `[B, H, T, D]`, sinks and slopes are `[B, H]` or None.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class BlockwiseForward:
             dtype = torch.promote_types(self._q.dtype, torch.float32)
             lse = self._q.new_full(self._q.shape[:3], -math.inf, dtype=dtype)
             if self._sinks is not None:
-                # A sink is one more key for every query; its value is 0.
+                # A sink is an additional key for every query; its value is 0.
                 lse.copy_(self._sinks.unsqueeze(2).expand_as(lse))
             self._merged = self._q.new_zeros(self._q.shape, dtype=dtype), lse
         return self._merged
@@ -215,7 +215,7 @@ class BlockwiseForward:
 
     @property
     def wide_o(self) -> Tensor | None:
-        """What the backward takes instead of `o`, see `needs_wide_o`; None if it takes `o`."""
+        """`o` in float32 or wider if the backward needs it (see `needs_wide_o`), else None."""
         wide = needs_wide_o(self._q, self._sinks, self._slopes)
         return self._results()[0] if wide else None
 
@@ -226,10 +226,10 @@ class BlockwiseForward:
 
 
 class BlockwiseBackward:
-    """Backward over key/value shards, added one at a time, given o and lse over all of them.
+    """Backward over key/value shards that are added one at a time.
 
-    `saved` has q, k, v, o or `BlockwiseForward.wide_o`, lse, sinks, slopes, blocks and gates. A
-    gradient do or dlse that is None is 0.
+    `saved` holds q, k, v, o (or `BlockwiseForward.wide_o`), lse, sinks, slopes, blocks and gates;
+    o and lse are those over all shards. A gradient do or dlse that is None counts as 0.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class BlockwiseBackward:
         self._druns = lse.new_zeros(0 if self._gates is None else self._gates.numel())
 
     def add(self, pieces: Iterable[Piece], k: Tensor, v: Tensor) -> list[Tensor]:
-        """Add dq over the pieces of a shard, and return its dk and dv, in the wide dtype."""
+        """Add a shard's part of dq, and return the shard's dk and dv in float32 or wider."""
         dkv: list[Tensor] | None = None
         for piece in pieces:
             rows, columns = piece.queries, piece.keys
@@ -319,7 +319,7 @@ def _inputs_of(
     slopes: Tensor | None,
     backend: str,
 ) -> AttentionInputs:
-    """The queries and keys of a piece, of this rank's q and a shard's k and v."""
+    """Attention inputs of a piece: slices of this rank's q and of a shard's k and v."""
     rows, columns = piece.queries, piece.keys
     parts = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
     return AttentionInputs(*parts, piece.graph, scale, slopes=slopes, backend=backend)

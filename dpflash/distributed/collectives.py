@@ -19,9 +19,9 @@ from ..refusal import PrivateRefusal
 
 # The size of DistributedDataParallel's buckets.
 BUNDLE_BYTES = 25 * 2**20
-# `agree` exchanges a multiple of so many integers: where sizes differ, gloo ends the processes.
+# `agree` exchanges a multiple of 16 integers: if sizes differ between ranks, gloo aborts.
 _AGREED = 16
-# Bytes of the first exchange of a value of any length, and of the length in it.
+# Bytes of the first exchange in `broadcast_from_first`, and of the length that it begins with.
 _SHORT, _LENGTH_BYTES = 64, 8
 # torch 2.13 renamed these functions; old and new take (output, input, group=...).
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -33,9 +33,9 @@ class RankError(RuntimeError):
 
 
 class PrivateRankError(RankError, PrivateRefusal):
-    """This rank lost the others in a logical batch, which a private refusal of one may have done.
+    """This rank lost the others in a logical batch, possibly since one raised a private refusal.
 
-    Private as `PrivateRefusal` is.
+    The error is private, as `PrivateRefusal` is.
     """
 
 
@@ -65,7 +65,7 @@ def digest(data: bytes | str) -> int:
 
 @contextmanager
 def exchanging(operation: str, group: ProcessGroup | None) -> Iterator[None]:
-    """Convert errors of torch.distributed inside the block to `RankError`."""
+    """Convert errors of torch.distributed that the block raises to `RankError`."""
     try:
         yield
     except RankError:
@@ -74,16 +74,16 @@ def exchanging(operation: str, group: ProcessGroup | None) -> Iterator[None]:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise RankError(
             f"{operation}: rank {rank_in(group)} of {world_size(group)} lost the others "
-            f"({reason[0]}). One of them died, or did not get here within the group's timeout; "
-            "most likely one rank alone made a call that all make, such as `if rank == 0: "
-            "engine.save_checkpoint(...)`. "
+            f"({reason[0]}). One of them died, or did not reach this call within the group's "
+            "timeout; most likely one rank alone made a call that all ranks must make, such as "
+            "`if rank == 0: engine.save_checkpoint(...)`. "
             "End all ranks, look for the first error in their outputs, and resume from the last "
             "checkpoint"
         ) from error
 
 
 def gather_rows(row: Sequence[int], group: ProcessGroup | None, operation: str) -> list[list[int]]:
-    """Gather a row of integers from every rank; all rows have the same length."""
+    """Gather a row of integers from every rank. All rows must have the same length."""
     if group is None or world_size(group) == 1:
         return [list(row)]
     device = control_device(group)
@@ -106,18 +106,19 @@ def agree(
 
     Args:
         operation: see the module.
-        values: compared by their repr, under the same names on all ranks.
+        values: values by name; names and reprs must be equal on all ranks.
         group: see the module.
-        extra: integers that may differ.
+        extra: integers that may differ between ranks.
         refusal: why this rank refuses, without values; None if it does not.
 
     Returns:
         `extra` of each rank.
 
     Raises:
-        PrivateRefusal: on all ranks if one refuses, with this rank's reason or else the first.
-        ValueError: on all ranks, with the name of the first value that differs and its value on
-            each rank, or if a rank checks another operation.
+        PrivateRefusal: on all ranks if one rank refuses, with this rank's reason if it has one,
+            else the first rank's reason.
+        ValueError: on all ranks, if a value differs (the message has its name and its value on
+            each rank), or if a rank checks another operation.
     """
     if group is None or world_size(group) == 1:
         if refusal is not None:
@@ -140,8 +141,8 @@ def agree(
     if len({row[0] for row in rows}) > 1:
         calls = ", ".join(f"rank {rank} in {own}" for rank, own in enumerate(texts_of(call)))
         raise ValueError(
-            f"the ranks are in different calls ({calls}): all ranks call both together, in the "
-            "same order; no `if rank == 0:` around them"
+            f"the ranks are in different calls ({calls}): all ranks must make these calls in the "
+            "same order; do not put `if rank == 0:` around them"
         )
     for index, name in enumerate(values, 1):
         if len({row[index] for row in rows}) == 1:
@@ -155,7 +156,7 @@ def agree(
 
 
 def all_gather(x: Tensor, group: ProcessGroup, operation: str) -> Tensor:
-    """`[P, *x.shape]`: x of every rank. Shape and dtype are the same on all ranks."""
+    """Gather x from every rank: `[P, *x.shape]`. Shape and dtype are the same on all ranks."""
     gathered = x.new_empty((world_size(group), *x.shape))
     with exchanging(operation, group):
         _all_gather(gathered.view(-1), x.contiguous().view(-1), group=group)
@@ -180,7 +181,7 @@ def all_to_all(
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup, operation: str) -> Tensor:
-    """``x[rank]`` summed over the ranks, for x `[P, ...]`."""
+    """Sum x `[P, ...]` over the ranks and return ``x[rank]`` of the sum."""
     own = torch.empty_like(x[0], memory_format=torch.contiguous_format)
     with exchanging(operation, group):
         _reduce_scatter(own.view(-1), x.contiguous().view(-1), group=group)
@@ -210,12 +211,11 @@ def all_reduce_all_(tensors: Sequence[Tensor], group: ProcessGroup | None) -> No
 
 
 def bundles(tensors: Sequence[Tensor], lengths: Sequence[int] = ()) -> Iterator[list[int]]:
-    """Indices of tensors that travel together: of one dtype, of 25 MB or somewhat more.
+    """Yield indices of tensors to send together: of one dtype, 25 MiB or somewhat more.
 
     Args:
-        tensors: any.
-        lengths: how many elements of each are sent, where these are not its own; as `tensors`
-            those of all ranks give the same bundles.
+        tensors: the tensors; all ranks must pass the same dtypes.
+        lengths: number of elements to send of each tensor, equal on all ranks; by default its own.
     """
     sizes = lengths or [x.numel() for x in tensors]
     for dtype in dict.fromkeys(x.dtype for x in tensors):
@@ -232,12 +232,12 @@ def bundles(tensors: Sequence[Tensor], lengths: Sequence[int] = ()) -> Iterator[
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """`[x.nbytes]`: a contiguous tensor as bytes, for backends that do not support its dtype."""
+    """View a contiguous tensor as bytes `[x.nbytes]`, for backends that lack its dtype."""
     return x.view(-1).view(torch.uint8)
 
 
 def broadcast_(x: Tensor, group: ProcessGroup, operation: str) -> None:
-    """Overwrite x of all ranks with that of rank 0 of the group; any dtype and strides."""
+    """Overwrite x on all ranks with x of the group's rank 0; any dtype and strides."""
     with torch.no_grad():
         buffer = x.contiguous()
         with exchanging(operation, group):
@@ -246,11 +246,11 @@ def broadcast_(x: Tensor, group: ProcessGroup, operation: str) -> None:
 
 
 def broadcast_from_first(value: bytes, group: ProcessGroup | None, operation: str) -> bytes:
-    """Return the value of rank 0 of the group on all of its ranks."""
+    """Return the value of the group's rank 0 on all ranks of the group."""
     if group is None or world_size(group) == 1:
         return value
     device, content = control_device(group), value if rank_in(group) == 0 else b""
-    # Short values take one exchange: their length stands before them.
+    # The length precedes the value, so that a short value takes one exchange.
     row = torch.zeros(_SHORT, dtype=torch.uint8)
     head = len(content).to_bytes(_LENGTH_BYTES, "little") + content[: _SHORT - _LENGTH_BYTES]
     row[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)

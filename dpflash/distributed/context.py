@@ -34,7 +34,7 @@ from .layout import SHARDINGS, Layout
 from .mesh import OF_CONTEXT
 from .traffic import ModeCall, describe_modes
 
-_ENOUGH = 32  # tokens per rank that are not equal by chance
+_ENOUGH = 32  # so many equal tokens per rank are no coincidence
 _Model = TypeVar("_Model", bound=nn.Module)
 
 # Modules that mix tokens without knowing of other ranks, and why their results would be wrong.
@@ -66,18 +66,18 @@ def shard_sequence(
     group: ProcessGroup | None = None,
     sharding: str = "contiguous",
 ) -> Tensor:
-    """This rank's tokens of a sequence that all ranks hold.
+    """Return this rank's tokens of a sequence that all ranks hold.
 
     Args:
         x: any shape and dtype, the same shape on all ranks; T tokens along `dim`.
         dim: dimension of the tokens.
-        group: the ranks that share the sequence, which all call this; None means the default
-            group, or a single process without torch.distributed.
-        sharding: "contiguous" or "zigzag", see `Layout`. T need not be divisible by anything.
+        group: the ranks that share the sequence; all of them call this function. None means the
+            default group, or a single process without torch.distributed.
+        sharding: "contiguous" or "zigzag", see `Layout`. Any T is supported.
 
     Returns:
-        A contiguous copy of this rank's tokens in the layout's order. Differentiable: the
-        gradient of x is 0 for the tokens of other ranks; sum it over the ranks.
+        A contiguous copy of this rank's tokens in the layout's order. It is differentiable. The
+        gradient of x is 0 for the tokens of other ranks: sum this gradient over the ranks.
 
     Raises:
         ValueError: on all ranks: T is smaller than the number of ranks, or a shape, dtype, dim or
@@ -120,9 +120,9 @@ def unshard_sequence(
         length: number of tokens without padding; the padding after them is dropped.
 
     Returns:
-        All tokens in the order of the sequence. Differentiable: the gradient of x is this rank's
-        tokens of the *sum over the ranks* of the gradients of the result. A loss that every rank
-        computes from the whole sequence therefore counts once per rank.
+        All tokens in the order of the sequence. The result is differentiable. Its gradients are
+        *summed over the ranks*, and the gradient of x is this rank's part of the sum. A loss that
+        every rank computes from the whole sequence therefore counts once per rank.
 
     Raises:
         ValueError: on all ranks: a shape, dtype, dim, sharding or length differs between ranks, a
@@ -161,7 +161,7 @@ class ContextParallel:
         group: the ranks that share sequences; None for a single process.
         mode: how keys and values are exchanged, see `ring_attention`.
         sharding: which tokens each rank holds, see `Layout`.
-        calls: the last call of attention of each kind, and its mode.
+        calls: for each kind of attention call, the last call and its mode.
     """
 
     group: ProcessGroup | None
@@ -173,7 +173,7 @@ class ContextParallel:
     def of(
         cls, mesh: DeviceMesh, mode: str = "auto", sharding: str | None = None
     ) -> ContextParallel:
-        """For the dimension "context" of a mesh, or for a one-dimensional mesh without names.
+        """Use the dimension "context" of a mesh, or a one-dimensional mesh without names.
 
         A sharding of None means "contiguous".
         """
@@ -190,11 +190,11 @@ class ContextParallel:
         error: ValueError | None = None,
         **values: object,
     ) -> Context:
-        """The sharded sequence of a call, after a check that all ranks make the same one.
+        """Check that all ranks make the same call, and return its sharded sequence.
 
-        The sequence consists of `rows`, each with `tokens` (T_p) on this rank; positions from
-        `length` on are padding. Where this rank cannot continue, `error` says why, and all ranks
-        raise it. `values` must be equal on all ranks; they are compared by their repr.
+        The sequence consists of `rows` rows, each with `tokens` (T_p) tokens on this rank.
+        Positions from `length` on are padding. If this rank cannot continue, `error` states the
+        reason, and all ranks raise it. `values` must have the same repr on all ranks.
         """
         everything = {**values, "rows": rows, "length": length}
         everything |= {"mode": self.mode, "sharding": self.sharding}
@@ -205,11 +205,11 @@ class ContextParallel:
         return Context(self.group, layout, self.mode, kept, self.calls)
 
     def plan(self) -> str:
-        """A table of the modes of attention, for the last call of each kind; empty before one."""
+        """Return a table with the mode of each kind of attention call; empty before a call."""
         return describe_modes(self.calls.values()) if self.calls else ""
 
     def warn_of_copies(self, context: Context, x: Tensor) -> None:
-        """Warn if all ranks have the same integers x `[B, T_p]`: the sequence was not sharded."""
+        """Warn if all ranks have equal integers x `[B, T_p]`, so the sequence was not sharded."""
         layout, size = context.layout, context.layout.world_size
         # This condition is the same on all ranks, because an exchange follows.
         if (
@@ -222,14 +222,14 @@ class ContextParallel:
         rows = gather_rows([digest(content)], self.group, "comparison of the tokens")
         if len({row[0] for row in rows}) == 1:
             warn(
-                "all ranks of the context have the same tokens, which count as one sequence of as "
-                "many times their number: shard inputs and targets, x = "
+                "all ranks of the context have the same tokens. They are taken as different parts "
+                "of one longer sequence: shard inputs and targets, x = "
                 "model.context_parallel.shard(x)",
                 PrivateWarning,
             )
 
     def apply(self, model: nn.Module) -> None:
-        """Set this on the modules of a model; raises as `context_parallel` does."""
+        """Set this object on the modules of a model; raises the errors of `context_parallel`."""
         attentions = []
         for name, module in model.named_modules():
             where = f"'{name}'" if name else "the model itself"
@@ -254,7 +254,7 @@ class ContextParallel:
                 "tokens; use dpflash.nn.MultiheadAttention, or "
                 "dpflash.distributed.ring_attention in its forward"
             )
-        # The model itself gets it too, so that callers can use model.context_parallel.shard.
+        # Also set on the model itself, so that callers can use model.context_parallel.shard.
         for module in (*attentions, model):
             module.context_parallel = self
         for module in filter(pretrained.is_pretrained, attentions):
@@ -265,12 +265,12 @@ class ContextParallel:
     @overload
     def shard(self, x: PackedBatch, dim: int = 1) -> PackedBatch: ...
     def shard(self, x: Tensor | PackedBatch, dim: int = 1) -> Tensor | PackedBatch:
-        """This rank's tokens of a sequence that all ranks hold, see `shard_sequence`.
+        """Return this rank's tokens of a sequence that all ranks hold, see `shard_sequence`.
 
-        Of a packed batch they are those of each row, see `PackedBatch.columns`.
+        For a packed batch, return this rank's tokens of each row, see `PackedBatch.columns`.
 
         Raises:
-            ValueError: see `shard_sequence`; a packed batch with sharding="zigzag".
+            ValueError: as `shard_sequence` does, or for a packed batch with sharding="zigzag".
         """
         if isinstance(x, PackedBatch):
             self.require_packable()
@@ -285,12 +285,12 @@ class ContextParallel:
         """Refuse a sharding in which a rank would hold several parts of a packed document."""
         if self.sharding != "contiguous":
             raise ValueError(
-                f"sharding={self.sharding!r} with packed documents, of which each rank holds one "
-                "part; pass sharding='contiguous'"
+                f"sharding={self.sharding!r} with packed documents is not supported: each rank "
+                "must hold one contiguous part of a row; pass sharding='contiguous'"
             )
 
     def unshard(self, x: Tensor, dim: int = 1, length: int | None = None) -> Tensor:
-        """The whole sequence on every rank, see `unshard_sequence`."""
+        """Return the whole sequence on every rank, see `unshard_sequence`."""
         if self.group is None:
             return x.narrow(dim, 0, unpadded_length(length, x.shape[dim])).clone()
         return unshard_sequence(x, dim, self.group, self.sharding, length)
@@ -301,13 +301,13 @@ def context_parallel(
 ) -> _Model:
     """Make a model process this rank's tokens of each sequence instead of whole sequences.
 
-    Its attention reaches the tokens of other ranks, and its positions are those of the whole
+    Attention then includes the tokens of other ranks, and positions are those in the whole
     sequence. All other modules work on single tokens and do not change.
 
     Args:
-        model: its attention modules are those of `dpflash.nn`, or it is or has a causal language
-            model of transformers (GPT-2, Llama, Mistral, Qwen2, Qwen3), with or without LoRA
-            adapters; changed in place.
+        model: a model with attention modules of `dpflash.nn`, or one that is or contains a causal
+            language model of transformers (GPT-2, Llama, Mistral, Qwen2, Qwen3), with or without
+            LoRA adapters. It is changed in place.
         mesh: a DeviceMesh with a dimension named "context", or "cp".
         mode: how keys and values are exchanged, see `ring_attention`.
         sharding: which tokens each rank holds, see `Layout`; pass the same to `shard_sequence`.
@@ -316,8 +316,8 @@ def context_parallel(
         The model; ``model.context_parallel.shard(x)`` shards its inputs and targets.
 
     Raises:
-        ValueError: the model has none of these, has another module that mixes tokens, or is
-            context parallel already; the mesh has no dimension "context".
+        ValueError: the model has no such attention, has another module that mixes tokens, or is
+            already context parallel; or the mesh has no dimension "context".
     """
     ContextParallel.of(mesh, mode, sharding).apply(model)
     return model
@@ -329,20 +329,21 @@ def loss_weights(
     ignore_index: int = -100,
     units: Units | None = None,
 ) -> Tensor:
-    """The fraction of each sample's valid targets that this rank holds.
+    """Return the fraction of each sample's valid targets that this rank holds.
 
-    ``losses.cross_entropy(logits, targets) * loss_weights(targets, mesh)``, summed over the
-    ranks of the context group, is the mean over all valid targets of each sample.
+    The sum of ``losses.cross_entropy(logits, targets) * loss_weights(targets, mesh)`` over the
+    ranks of the context group is the mean over all valid targets of each sample.
 
     Args:
-        targets: `[B, T_p, ...]` of this rank; shift targets before you shard them.
+        targets: `[B, T_p, ...]`, this rank's targets. Shift targets before you shard them.
         mesh_or_group: a DeviceMesh with a dimension "context", or the group itself; None means the
             default group, or a single process without torch.distributed.
-        ignore_index: targets of this value do not count.
-        units: of this rank's part of a packed batch: its B samples, which are no rows.
+        ignore_index: targets with this value are not valid.
+        units: for a packed batch, the units of this rank's part: B documents instead of rows.
 
     Returns:
-        `[B]`, float32: valid targets of this rank over those of all ranks; 0 if none is valid.
+        `[B]`, float32: number of valid targets on this rank divided by the number on all ranks;
+        0 if no target of a sample is valid.
 
     Raises:
         ValueError: targets have no batch dimension, the number of samples differs between ranks,
@@ -370,7 +371,7 @@ def loss_weights(
 def weights_of(
     targets: Tensor, group: ProcessGroup | None, ignore_index: int, units: Units | None
 ) -> Tensor:
-    """`loss_weights` of targets whose number of samples the ranks agreed on."""
+    """Compute `loss_weights` without comparing the number of samples between ranks."""
     counted = targets != ignore_index
     if units is None:
         own = counted.flatten(1).sum(1)

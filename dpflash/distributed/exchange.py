@@ -1,7 +1,7 @@
-"""Tensor exchanges of context parallelism, and a count of the bytes they send.
+"""Tensor exchanges of context parallelism, and a count of the bytes that they send.
 
-Tensors are moved as raw bytes and summed in their own dtype. P is the number of ranks. `phase` is
-"forward" or "backward", `operation` is the name of the exchange in messages.
+Tensors are sent as raw bytes and summed in their own dtype. P is the number of ranks. `phase` is
+"forward" or "backward"; `operation` is the name of the exchange in messages.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _active: list[TrafficCount] = []
 def count_traffic() -> Iterator[TrafficCount]:
     """Count the bytes that context parallelism passes to torch.distributed on this rank.
 
-    A pairwise send counts its bytes; an all-to-all the bytes that leave the rank; an all-gather
-    P - 1 times the rank's shard; a reduce-scatter P - 1 times one shard; an all-reduce
+    With P ranks, a pairwise send counts its bytes, an all-to-all counts the bytes that leave the
+    rank, an all-gather or a reduce-scatter counts P - 1 times one shard, and an all-reduce counts
     ``2 (P - 1) / P`` times its tensor. The few integers by which ranks compare their arguments
     before a call are not counted.
     """
@@ -74,7 +74,7 @@ def all_reduced_bytes(size: int, world_size: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class PendingExchange:
-    """A send and a receive in flight. Holds references to both buffers until they are done."""
+    """A send and a receive in progress. Keeps both buffers alive until they are done."""
 
     operation: str
     group: ProcessGroup
@@ -83,7 +83,7 @@ class PendingExchange:
     sent: Sequence[Tensor] | None
 
     def wait(self) -> Sequence[Tensor] | None:
-        """Block until both are done; returns the received tensors, None if none were expected."""
+        """Wait for both; return the received tensors, or None if none were expected."""
         with collectives.exchanging(self.operation, self.group):
             for work in self.works:
                 work.wait()
@@ -101,7 +101,7 @@ def send_and_receive(
 ) -> PendingExchange:
     """Start sending contiguous tensors to one rank and receiving into buffers from another.
 
-    None or empty tensors send nothing, and then the receiver must expect nothing.
+    If `send` is None or its tensors are empty, nothing is sent and the receiver must expect none.
     """
     operations = []
     for x in send or ():
@@ -120,7 +120,7 @@ def send_and_receive(
 
 
 def connect(group: ProcessGroup, device: torch.device) -> None:
-    """Open a group's connections once, which pairwise exchanges on GPUs require."""
+    """Open a group's connections, once per group; pairwise exchanges on GPUs require this."""
     if device.type == "cpu" or group in _connected:
         return
     collectives.all_reduce_(torch.zeros(1, device=device), group, "first exchange of a group")
@@ -128,7 +128,7 @@ def connect(group: ProcessGroup, device: torch.device) -> None:
 
 
 def all_gather(x: Tensor, group: ProcessGroup, operation: str, phase: str) -> Tensor:
-    """`[P, *x.shape]`: x of every rank. Shape and dtype are the same on all ranks."""
+    """Gather x from every rank: `[P, *x.shape]`. Shape and dtype are the same on all ranks."""
     _record(phase, operation, (collectives.world_size(group) - 1) * x.nbytes)
     flat = collectives.all_gather(as_bytes(x.contiguous()), group, operation)
     return (
@@ -139,7 +139,7 @@ def all_gather(x: Tensor, group: ProcessGroup, operation: str, phase: str) -> Te
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup, operation: str, phase: str) -> Tensor:
-    """``x[rank]`` summed over the ranks, for x `[P, ...]` of float32 or float64."""
+    """Sum x `[P, ...]` (float32 or float64) over the ranks; return ``x[rank]`` of the sum."""
     if x.numel() == 0:
         return torch.empty_like(x[0])
     _record(phase, operation, (collectives.world_size(group) - 1) * x[0].nbytes)
@@ -147,7 +147,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, operation: str, phase: str) -
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, operation: str, phase: str) -> Tensor:
-    """The sum of x over the ranks, as a new tensor."""
+    """Return the sum of x over the ranks as a new tensor."""
     total = x.clone(memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return total
@@ -162,11 +162,11 @@ def all_to_all(
     operation: str,
     phase: str,
 ) -> list[list[Tensor]]:
-    """Send several tensors to each rank, and return those received from each, in one exchange.
+    """Send several tensors to each rank and return the tensors from each rank, in one exchange.
 
     Args:
-        tensors: those for each rank; the dtypes of all ranks' are the same.
-        shapes: of the tensors from each rank.
+        tensors: for each rank, the tensors to send; all ranks have the same dtypes.
+        shapes: for each rank, the shapes of the tensors to receive.
         group, operation, phase: see the module.
     """
     own, dtypes = collectives.rank_in(group), [x.dtype for x in tensors[0]]
@@ -188,6 +188,6 @@ def all_to_all(
 
 
 def _viewed(flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Bytes as a tensor; a copy where they begin in the middle of an element."""
+    """View bytes as a tensor; copy them if their offset is not a multiple of the element size."""
     is_aligned = flat.storage_offset() % dtype.itemsize == 0
     return (flat if is_aligned else flat.clone()).view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""Plans which key rows each rank needs from which other; all ranks derive it from the pattern.
+"""Plans which key rows each rank needs from each other rank, from the attention pattern alone.
 
 Shapes: B samples, H query heads, G key/value heads, T tokens, S keys of one rank, D head dim.
 """
@@ -18,7 +18,7 @@ from dpflash.patterns import Adaptive, Dense, Pattern
 
 from .layout import Layout
 
-ALL_RANKS = -1  # as `keys_of` of `pieces`: the keys of all ranks, in the order of the sequence
+ALL_RANKS = -1  # `pieces(keys_of=ALL_RANKS)`: the keys of all ranks, in the sequence's order
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class ShardedPattern:
     num_heads: int  # H
     num_kv_heads: int  # G
     layout: Layout  # which tokens each rank holds
-    whole: ShardedPattern | None = None  # of all heads, where these are some of them
-    first_head: int = 0  # the first query head in `whole`
+    whole: ShardedPattern | None = None  # if this has some heads only, the pattern with all heads
+    first_head: int = 0  # index of the first query head in `whole`
 
     @property
     def static(self) -> Pattern:
@@ -41,7 +41,7 @@ class ShardedPattern:
         return self.pattern
 
     def of_heads(self, first: int, end: int) -> ShardedPattern:
-        """The same for the query heads from `first` to `end`, and the key/value heads they use."""
+        """Restrict to query heads `first` to `end` - 1 and the key/value heads that they use."""
         count = end - first
         kv_heads = max(1, count * self.num_kv_heads // self.num_heads)
         return replace(self, num_heads=count, num_kv_heads=kv_heads, whole=self, first_head=first)
@@ -65,8 +65,8 @@ class Piece(NamedTuple):
 
     queries: slice  # of one shard
     keys: slice  # of the other shard
-    graph: TileGraph  # in coordinates relative to the begins of these slices
-    chunks: tuple[int, int]  # numbers of chunks of queries and of keys in the graph
+    graph: TileGraph  # in coordinates relative to the start of each slice
+    chunks: tuple[int, int]  # number of query chunks and of key chunks in the graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,15 +74,14 @@ class NeededRows:
     """The rows (key head, token) of a shard that queries of another rank attend to."""
 
     count: int  # number of rows
-    tokens: slice | None  # the slice of tokens, if the rows are one slice in all heads; else None
-    # `[count]`, int64: indices in a shard flattened over heads and tokens, if they are not one
-    # slice; else None
+    tokens: slice | None  # the tokens, if all heads need the same contiguous ones; else None
+    # `[count]`, int64: else the indices of the rows in a shard flattened over heads and tokens
     index: Tensor | None
 
 
 @functools.lru_cache(maxsize=256)
 def graph_of(sharded: ShardedPattern, device: torch.device) -> TileGraph:
-    """The tile graph of the whole sequence; graphs may differ between heads."""
+    """Return the tile graph of the whole sequence; it may differ between heads."""
     if sharded.whole is None:
         with real_cpu_tensors():
             return sharded.static.graph(sharded.length, sharded.num_heads, device)
@@ -90,20 +89,20 @@ def graph_of(sharded: ShardedPattern, device: torch.device) -> TileGraph:
 
 
 class Share(NamedTuple):
-    """What one rank computes, and the key rows that it attends to."""
+    """The amount of work of one rank, and the number of key rows that it attends to."""
 
-    edges: int  # (query, key) pairs over all heads
-    rows: tuple[int, ...]  # number of key rows (key head, token) of each rank
+    edges: int  # number of (query, key) pairs over all heads
+    rows: tuple[int, ...]  # for each rank, how many of its key rows (key head, token) are needed
 
 
 @functools.lru_cache(maxsize=64)
 def shares(sharded: ShardedPattern) -> tuple[Share, ...]:
-    """The share of each rank."""
+    """Return the `Share` of each rank."""
     ranks, found = range(sharded.layout.world_size), []
     for rank in ranks:
         with real_cpu_tensors():
             per_token = _seen_keys(sharded, rank).sum(0)
-            before = [0, *per_token.cumsum(0).tolist()]  # of each token
+            before = [0, *per_token.cumsum(0).tolist()]  # key rows before each token
         rows = tuple(
             sum(before[x.start + x.length] - before[x.start] for x in sharded.chunks(owner))
             for owner in ranks
@@ -115,7 +114,7 @@ def shares(sharded: ShardedPattern) -> tuple[Share, ...]:
 def needed_rows(
     sharded: ShardedPattern, receiver: int, owner: int, device: torch.device
 ) -> NeededRows:
-    """The key rows of rank `owner` that queries of rank `receiver` attend to."""
+    """Return the key rows of rank `owner` that queries of rank `receiver` attend to."""
     found = _needed_rows(sharded, receiver, owner)
     if found.index is None or device.type == "cpu":
         return found
@@ -130,10 +129,10 @@ def pieces(
     by_chunk: bool,
     runtime: TileGraph | None = None,
 ) -> tuple[Piece, ...]:
-    """The pieces to compute between the queries of one rank and the keys of another, or ALL_RANKS.
+    """Return the pieces to compute between queries of one rank and keys of another or of all.
 
-    With `by_chunk` there is one for each pair of chunks, so that distances between tokens are
-    known. `runtime` is the tile graph of an `Adaptive` pattern over the whole sequence.
+    With `by_chunk` there is one piece for each pair of chunks, so that distances between tokens
+    are known. `runtime` is the tile graph of an `Adaptive` pattern over the whole sequence.
     """
     if runtime is None:
         return _static_pieces(sharded, queries_of, keys_of, device, by_chunk)
@@ -143,7 +142,7 @@ def pieces(
 
 
 def pack(x: Tensor, needed: NeededRows) -> Tensor:
-    """The needed rows as a contiguous `[B, n, D]` or `[B, G, n, D]`; may return x itself."""
+    """Copy the needed rows into a contiguous `[B, n, D]` or `[B, G, n, D]`; may return x."""
     if needed.tokens is not None:
         return x[:, :, needed.tokens].contiguous()
     assert needed.index is not None
@@ -151,7 +150,7 @@ def pack(x: Tensor, needed: NeededRows) -> Tensor:
 
 
 def packed_like(x: Tensor, needed: NeededRows) -> Tensor:
-    """An uninitialized buffer for `pack` of a shard with the heads and dtype of x."""
+    """Return an uninitialized buffer for the result of `pack`, with the heads and dtype of x."""
     batch, heads, _, dim = x.shape
     if needed.tokens is not None:
         return x.new_empty((batch, heads, needed.count // heads, dim))
@@ -159,7 +158,7 @@ def packed_like(x: Tensor, needed: NeededRows) -> Tensor:
 
 
 def unpack(packed: Tensor, heads: int, tokens: int, needed: NeededRows) -> Tensor:
-    """The shard `[B, G, S, D]` of packed rows, 0 elsewhere; may return `packed` itself."""
+    """Return a shard `[B, G, S, D]` with the packed rows, 0 elsewhere; may return `packed`."""
     if needed.count == heads * tokens and needed.tokens is not None:
         return packed
     batch, dim = packed.shape[0], packed.shape[-1]
@@ -173,7 +172,7 @@ def unpack(packed: Tensor, heads: int, tokens: int, needed: NeededRows) -> Tenso
 
 
 def add_packed_(whole: Tensor, packed: Tensor, needed: NeededRows) -> None:
-    """Add packed rows to a contiguous shard `[B, G, S, D]`. Rows are distinct."""
+    """Add packed rows, which are distinct, to a contiguous shard `[B, G, S, D]`."""
     if needed.tokens is not None:
         whole[:, :, needed.tokens] += packed
         return
@@ -184,7 +183,7 @@ def add_packed_(whole: Tensor, packed: Tensor, needed: NeededRows) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _graph_of_queries(sharded: ShardedPattern, rank: int) -> TileGraph:
-    """The whole graph's part with the queries of a rank, on the CPU."""
+    """The part of the whole graph that has the queries of a rank, on the CPU."""
     with real_cpu_tensors():
         return restrict(
             graph_of(sharded, torch.device("cpu")),
@@ -204,7 +203,7 @@ def _seen_keys(sharded: ShardedPattern, rank: int) -> Tensor:
 
 
 def _of_shard(seen: Tensor, sharded: ShardedPattern, rank: int) -> Tensor:
-    """`[G, S]`: columns of the sequence in the places of a shard; False in its padding."""
+    """`[G, S]`: the columns of seen `[G, T]` that a rank's shard holds, in local order."""
     with real_cpu_tensors():
         shard = seen.new_zeros((len(seen), sharded.tokens(rank)))
         for start, length, local in sharded.chunks(rank):
@@ -242,7 +241,7 @@ def _static_pieces(
 ) -> tuple[Piece, ...]:
     with real_cpu_tensors():
         if sharded.whole is not None:
-            # The tables on the device are those of all heads.
+            # The tables on the device are shared by all heads.
             found = _static_pieces(sharded.whole, queries_of, keys_of, device, by_chunk)
             found = tuple(x._replace(graph=_of_heads(x.graph, sharded)) for x in found)
             return tuple(piece for piece in found if not is_empty(piece.graph))
@@ -256,7 +255,7 @@ def _static_pieces(
 
 
 def _of_heads(graph: TileGraph, part: ShardedPattern) -> TileGraph:
-    """A graph of all heads for some of them, with the same tables."""
+    """Restrict a graph of all heads to the heads of `part`; tables are shared."""
     heads = slice(part.first_head, part.first_head + part.num_heads)
     rows, cols = graph.row_variants[..., heads], graph.col_variants[..., heads]
     return replace(graph, row_variants=rows, col_variants=cols, plans={})

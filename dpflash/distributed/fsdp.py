@@ -1,9 +1,9 @@
 """Sharded parameters: each rank holds some rows of a DTensor, as FSDP2 shards them.
 
-Of a mesh of two dimensions the ranks of the last one share the rows, and those of the first one
-hold copies of them (HSDP).
+On a mesh of two dimensions (HSDP), ranks along the last dimension hold different rows, and ranks
+along the first dimension hold copies.
 
-DTensor is slow to import, so it is imported only if it was imported before.
+DTensor is slow to import, so it is used only if other code has imported it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
 def require_rows(name: str, parameter: Tensor) -> None:
     """Raise a ValueError for a DTensor that is not ``Shard(0)`` over the last mesh dimension.
 
-    Before it may stand one over which it is replicated.
+    It may be replicated over one dimension before the last.
     """
     if not is_sharded(parameter):
         return
@@ -39,7 +39,7 @@ def require_rows(name: str, parameter: Tensor) -> None:
     if parameter.placements not in ((Shard(0),), (Replicate(), Shard(0))):
         raise ValueError(
             f"parameter '{name}' has placements {parameter.placements}: expected (Shard(dim=0),) "
-            "or (Replicate(), Shard(dim=0)), of which each rank has consecutive elements of the "
+            "or (Replicate(), Shard(dim=0)), so that each rank draws consecutive elements of the "
             "noise stream; call fully_shard with a mesh of one dimension, or of "
             "('dp_replicate', 'dp_shard'), and without shard_placement_fn"
         )
@@ -57,13 +57,13 @@ def sharding_group(parameter: DTensor) -> ProcessGroup:
 
 
 def replicating_group(parameter: DTensor) -> ProcessGroup | None:
-    """The ranks of its mesh that hold copies of the same rows, or None."""
+    """The ranks of the parameter's mesh that hold copies of the same rows, or None."""
     mesh = parameter.device_mesh
     return mesh.get_group(0) if mesh.ndim > 1 else None
 
 
 def local_rows(parameter: DTensor) -> tuple[int, int]:
-    """First and end row of this rank's shard, as torch.chunk splits them."""
+    """First and end row of this rank's shard; rows are split as torch.chunk splits them."""
     rows, group = parameter.shape[0], sharding_group(parameter)
     size = -(-rows // world_size(group))
     begin = min(size * rank_in(group), rows)
@@ -71,7 +71,7 @@ def local_rows(parameter: DTensor) -> tuple[int, int]:
 
 
 def local_shape(parameter: Tensor) -> torch.Size:
-    """Shape of this rank's shard; of the whole parameter if it is not sharded."""
+    """Shape of this rank's shard, or of the whole parameter if it is not sharded."""
     if is_sharded(parameter):
         begin, end = local_rows(parameter)
         return torch.Size((end - begin, *parameter.shape[1:]))

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank holds. T is the number of tokens, P that of ranks."""
+"""Which tokens of a sequence each rank holds. T is the number of tokens, P the number of ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Layout:
         num_tokens: T, at least P; P need not divide it.
         world_size: P.
         sharding: "contiguous" or "zigzag".
-        rows: of how many rows of one length the sequence consists; each is split by itself.
+        rows: number of equally long rows in the sequence; each row is split separately.
 
     Raises:
         ValueError: an unknown sharding, or fewer tokens than ranks.
@@ -48,13 +48,13 @@ class Layout:
             )
 
     def chunks(self, rank: int, length: int | None = None) -> tuple[Chunk, ...]:
-        """The ranges of a rank before `length`, in local order; adjacent ones are merged."""
+        """The ranges of a rank's tokens before `length`, in local order; adjacent ones merged."""
         return _chunks(self, rank, self.num_tokens if length is None else length)
 
     def local_length(self, rank: int, length: int | None = None) -> int:
-        """Number of tokens of a rank; with `length`, of those before that position.
+        """Number of tokens of a rank, or of its tokens before position `length` if given.
 
-        The counted tokens come first in local order.
+        In local order these tokens come first.
         """
         return sum(chunk.length for chunk in self.chunks(rank, length))
 
@@ -64,14 +64,14 @@ class Layout:
         return torch.cat([torch.arange(*ends, device=device) for ends in ranges])
 
     def in_order(self, length: int | None = None) -> list[tuple[int, Chunk]]:
-        """(rank, chunk) of all ranks, in the order of the sequence."""
+        """Return (rank, chunk) of all ranks, in the order of the sequence."""
         owned = [
             (rank, chunk) for rank in range(self.world_size) for chunk in self.chunks(rank, length)
         ]
         return sorted(owned, key=lambda pair: pair[1].start)
 
     def joined(self, shards: Tensor | Sequence[Tensor], dim: int, length: int) -> Tensor:
-        """The tokens along `dim` of the shards of all ranks, in the order of the sequence."""
+        """Join the shards of all ranks along `dim`, with tokens in the order of the sequence."""
         chunks = [shards[r].narrow(dim, c.local, c.length) for r, c in self.in_order(length)]
         return torch.cat(chunks, dim)
 

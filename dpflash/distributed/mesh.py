@@ -15,7 +15,7 @@ from ..refusal import PrivateRefusal
 from . import collectives
 
 DATA, CONTEXT = "data", "context"
-# Also under torchtitan's names. Ranks of all the first together have other samples.
+# Names of mesh dimensions, with torchtitan's; over all data dimensions ranks have other samples.
 OF_DATA, OF_CONTEXT = (DATA, "dp_replicate", "dp_shard"), (CONTEXT, "cp")
 _T = TypeVar("_T")
 
@@ -25,12 +25,12 @@ class Ranks:
     """The process groups of this rank."""
 
     everyone: ProcessGroup | None = None  # all ranks; None for a single process
-    data: ProcessGroup | None = None  # those with the same tokens of other samples; None for none
-    context: ProcessGroup | None = None  # those with other tokens of the same samples, likewise
+    data: ProcessGroup | None = None  # the ranks with other samples (same tokens); None for one
+    context: ProcessGroup | None = None  # the ranks with other tokens of the same samples, or None
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> Ranks:
-        """The groups of a mesh of all ranks, with dimensions of `OF_DATA` and `OF_CONTEXT`."""
+        """Return the groups of a mesh of all ranks with dimensions in `OF_DATA`, `OF_CONTEXT`."""
         if mesh is None:
             return cls()
         if not isinstance(mesh, DeviceMesh):
@@ -42,9 +42,9 @@ class Ranks:
         if not names or set(names) - {*OF_DATA, *OF_CONTEXT} or set(OF_CONTEXT) <= set(names):
             found = f"dimensions {names}" if names else "no dimension names"
             raise ValueError(
-                f"mesh has {found}: expected 'data' (other samples) and 'context' (other tokens "
-                "of the same samples), or one of them, or torchtitan's 'dp_replicate' and "
-                "'dp_shard' (both other samples) and 'cp' (a context); pass "
+                f"mesh has {found}: expected 'data' (ranks with other samples), 'context' (ranks "
+                "with other tokens of the same samples) or both, or torchtitan's names "
+                "'dp_replicate' and 'dp_shard' (other samples) and 'cp' (a context); pass "
                 "mesh_dim_names=('data', 'context') to init_device_mesh"
             )
         if mesh.size() != dist.get_world_size():
@@ -66,12 +66,12 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's part of each logical batch."""
+        """The index of this rank's part of each logical batch."""
         return collectives.rank_in(self.data)
 
     @property
     def data_size(self) -> int:
-        """Number of parts into which each logical batch is divided."""
+        """The number of parts into which each logical batch is divided."""
         return collectives.world_size(self.data)
 
     @property
@@ -82,7 +82,7 @@ class Ranks:
     def agree(
         self, operation: str, values: Mapping[str, object], extra: Sequence[int] = ()
     ) -> list[list[int]]:
-        """`collectives.agree` over all ranks."""
+        """Call `collectives.agree` over all ranks."""
         return collectives.agree(operation, values, self.everyone, extra)
 
     def broadcast_from_first(self, value: bytes, operation: str) -> bytes:
@@ -111,9 +111,9 @@ class Ranks:
         return outcome[1:]
 
     def run_on_all(self, operation: str, action: Callable[[], _T]) -> _T:
-        """Run an action without collectives on every rank; raise on all if it raises on one.
+        """Run an action that uses no collectives on every rank; raise on all if one rank raises.
 
-        Ranks where it succeeded raise RankError, or PrivateRefusal if it raised one elsewhere.
+        The other ranks raise RankError, or PrivateRefusal if a rank's action raised one.
         """
         self.agree(operation, {})
         failure: Exception | None = None
@@ -132,7 +132,7 @@ class Ranks:
         return result
 
     def gather(self, value: _T, operation: str) -> list[_T]:
-        """The values of all ranks, by rank; they must be picklable."""
+        """Return the values of all ranks, ordered by rank. Values must be picklable."""
         if self.everyone is None:
             return [value]
         gathered: list[Any] = [None] * collectives.world_size(self.everyone)
@@ -149,7 +149,7 @@ class Ranks:
 
 
 def _described(error: Exception) -> str:
-    """An error as a text for other ranks, after "!" for a private refusal and "-" for others."""
+    """Text of an error for other ranks: begins with "!" for a private refusal, else with "-"."""
     return (
         f"!{error}" if isinstance(error, PrivateRefusal) else f"-{type(error).__name__}: {error}"
     )

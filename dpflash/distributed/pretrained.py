@@ -27,17 +27,17 @@ from .layout import Layout
 if TYPE_CHECKING:
     from .context import ContextParallel
 
-# Without "flash" in it, which transformers takes for FlashAttention's.
+# The name must not contain "flash", which transformers takes to mean FlashAttention.
 NAME = "dp_context"
 
-# Families whose attention asks transformers' interface, and whose other modules work on single
-# tokens; tests/distributed/test_pretrained_models.py compares each with one process.
+# Families whose attention goes through transformers' attention interface, and whose other modules
+# work on single tokens; tests/distributed/test_pretrained_models.py compares each with one process
 _FAMILIES = ("GPT2", "Llama", "Mistral", "Qwen2", "Qwen3")
 _MODELS = {f"{name}{kind}" for name in _FAMILIES for kind in ("Model", "ForCausalLM")}
 _MODELS.add("GPT2LMHeadModel")
 
 _CALL = "context_parallel"  # the keyword that carries a `_Call` from the hook to attention
-# Arguments of a model's call that are right on each rank, and what models pass on to attention.
+# Arguments of a model's call that may be passed per rank, and those that reach the attention.
 _TAKEN = {"input_ids", "attention_mask", "position_ids", "output_hidden_states", "return_dict"}
 _PASSED_ON = {*_TAKEN, "cache_position", "position_embeddings"}
 _REMEDIES = {
@@ -54,20 +54,20 @@ _REMEDIES = {
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether a module is a model of transformers, which is not loaded to find out."""
+    """Whether a module is a model of transformers; does not import transformers."""
     loaded = sys.modules.get("transformers.modeling_utils")
     return loaded is not None and isinstance(module, loaded.PreTrainedModel)
 
 
 def refusal(module: Any) -> str | None:
-    """Why a model of transformers cannot process shards of sequences; None if it can."""
+    """Return why a model of transformers cannot process shards of sequences; None if it can."""
     if not _MODELS & {kind.__name__ for kind in type(module).__mro__}:
         return (
-            "of the models of transformers, those with a context are the causal language models "
+            "of the models of transformers, context_parallel supports the causal language models "
             f"of {', '.join(_FAMILIES)}; use one of them or dpflash.nn.LongContextLM"
         )
     if not module._can_set_attn_implementation():
-        return "its code never asks transformers' attention interface; use the class it is made of"
+        return "its code never asks transformers' attention interface; use its base class instead"
     for part in (module.config, *module.modules()):
         if getattr(part, "is_causal", True) is False:
             return (
@@ -79,7 +79,7 @@ def refusal(module: Any) -> str | None:
         if kind in ("dynamic", "longrope"):
             return (
                 f"rope_type={kind!r} chooses frequencies by the positions on one rank, so ranks "
-                "would disagree; use another one, such as 'yarn' or 'linear'"
+                "would disagree; use another rope_type, such as 'yarn' or 'linear'"
             )
     return None
 
@@ -95,14 +95,14 @@ def attend_across(module: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """What attention has to know of one forward of the model."""
+    """What the attention layers need to know about one forward of the model."""
 
-    context: Context  # the sequence that all ranks agreed on; of documents, of all rows
+    context: Context  # the agreed sequence; with packed documents, all rows as one sequence
     tokens: int  # T
-    documents: Documents | None  # of all rows, one after the other; None if each row is one
+    documents: Documents | None  # documents of all rows joined; None if each row is one document
 
     def pattern(self, sliding_window: int | None) -> Pattern:
-        """The causal pattern of a layer with this window, which counts the token itself."""
+        """The causal pattern of a layer; its window, if any, includes the query's own token."""
         inner = None
         if sliding_window is not None and sliding_window < self.tokens:
             inner = SlidingWindow(window=sliding_window - 1, causal=True)
@@ -160,7 +160,7 @@ class _Entry:
 
 
 def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a call by name; refuses what would be of this rank's tokens alone."""
+    """The tensors of a call by name; refuses arguments that cannot be used per rank."""
     if len(args) > 1:
         raise ValueError(
             "a model with context_parallel takes input_ids alone by position; pass the other "
@@ -193,11 +193,12 @@ def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Te
 
 
 def _require_padding_last(mask: Tensor) -> None:
-    """Refuse a mask `[B, T]` of keys that other tokens come after."""
+    """Refuse a mask `[B, T]` with padding before a token."""
     if (mask.diff(dim=1) > 0).any():
         raise PrivateRefusal(
-            "attention_mask with context_parallel: expected padding behind the tokens of each "
-            "sample, which they never see; pad on the right, and give padding no targets"
+            "attention_mask with context_parallel: expected padding after the tokens of each "
+            "sample, where causal attention never sees it; pad on the right, and give padding "
+            "the target -100"
         ) from None
 
 
@@ -206,21 +207,22 @@ def _require_embedded(module: Any, length: int) -> None:
     wpe = getattr(module.base_model, "wpe", None)
     if wpe is not None and length > wpe.num_embeddings:
         raise PrivateRefusal(
-            "input_ids have more positions of all ranks together (cut them by "
-            f"model.context_parallel.shard) than n_positions={wpe.num_embeddings}; shorten them",
+            "input_ids have, over all ranks together, more positions than "
+            f"n_positions={wpe.num_embeddings}; shorten the sequence, and cut it by "
+            "model.context_parallel.shard",
             length=length,
         ) from None
 
 
 def _documents(positions: Tensor, rows: int) -> Documents | None:
-    """The documents of rows `[B, T]`, or `[1, T]` for all, whose positions restart."""
+    """Documents in rows of positions `[B, T]`, or `[1, T]` for all rows; None if none restarts."""
     starts, restarts = positions.diff(dim=1) != 1, positions == positions.min()
     if not starts.any():
         return None
     if not (restarts[:, 0].all() and torch.equal(starts, restarts[:, 1:])):
         raise PrivateRefusal(
-            "position_ids with context_parallel: expected consecutive ones, or documents that "
-            "each start alike; pass those of model.context_parallel.shard(batch)"
+            "position_ids with context_parallel: expected consecutive ones that restart at the "
+            "same value in each document; pass those of model.context_parallel.shard(batch)"
         ) from None
     borders = restarts.expand(rows, -1).flatten().nonzero()[:, 0].tolist()
     return Documents(cu_seqlens=[*borders, rows * positions.shape[1]], causal=True)
@@ -237,13 +239,13 @@ def _attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Of this rank's q `[B, H, T_p, D]`: ``(o, None)`` with o `[B, T_p, H, D]`."""
+    """Return ``(o, None)`` for this rank's q `[B, H, T_p, D]`, with o `[B, T_p, H, D]`."""
     call: _Call | None = kwargs.pop(_CALL, None)
     if call is None:
         raise ValueError(
             f"{type(module).__name__} with context_parallel: its model was not called as a whole, "
-            "or shares its config with one that is context parallel; call the model, and pass "
-            "copy.deepcopy(config) to another one"
+            "or shares its config with a context parallel model; call the whole model, and pass "
+            "copy.deepcopy(config) to each further model"
         )
     on = (name for name, value in kwargs.items() if value is not None and value is not False)
     foreign = [name for name in on if name not in _PASSED_ON]
@@ -260,7 +262,7 @@ def _attention(
         raise ValueError(reason)
     pattern, packed = call.pattern(sliding_window), call.documents is not None
     batch, _, own, head_dim = query.shape
-    if packed:  # all rows as one
+    if packed:  # join all rows into one
         query, key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
     scale = 1 / math.sqrt(head_dim) if scaling is None else scaling
     o, _ = attend(query, key, value, pattern=pattern, scale=scale, context=call.context)

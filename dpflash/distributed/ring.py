@@ -1,9 +1,9 @@
 """Ring attention: each rank receives the keys and values of every other rank in turn.
 
-In step t a rank computes with the keys of rank - t and returns their gradients directly. Only rows
-that one of its queries attends to are sent; all ranks derive these rows from the pattern. Steps
-without such rows are skipped. The rows of the next step are exchanged while the current step is
-computed, in separate buffers. Source: Liu et al., arXiv:2310.01889.
+In step t, rank r computes with the keys of rank r - t and returns their gradients directly to it.
+Only key rows that a query of rank r attends to are sent; all ranks derive these rows from the
+pattern. Steps without such rows are skipped. The rows of the next step are exchanged while the
+current step is computed, in separate buffers. Source: Liu et al., arXiv:2310.01889.
 
 Shapes: B samples, H query heads, G key/value heads, T, S tokens of a rank, P ranks, D head dim.
 """
@@ -33,7 +33,7 @@ from .exchange_plan import (
 
 
 class Ring(ShardedCall):
-    """The steps of one call on this rank."""
+    """One attention call on this rank, which receives keys and values step by step."""
 
     def forward(
         self, forward: BlockwiseForward, k: Tensor, v: Tensor, runtime: TileGraph | None
@@ -66,7 +66,7 @@ class Ring(ShardedCall):
                 dkv = backward.add(self.pieces(step, k.device, runtime), *kv)
             pending, kv = upcoming, None
             if needs_dkv:
-                # Returned gradients are added in the order of steps, which makes runs repeatable.
+                # Returned gradients are added in the order of steps, so that runs repeat exactly.
                 sent, dkv = self.return_gradients(step, dkv, own), None
                 self.add_returned(step - 1, returned, own)
                 returned = sent
@@ -75,13 +75,13 @@ class Ring(ShardedCall):
 
     @property
     def most_rows(self) -> int:
-        """See `ShardedCall.most_rows`; neighbours exchange the most."""
+        """See `ShardedCall.most_rows`; neighbouring ranks exchange the most rows."""
         size, of_all = self.size, shares(self.sharded)
         return max(of_all[r].rows[(r + step) % size] for r in range(size) for step in (1, -1))
 
     @property
     def size(self) -> int:
-        """Number of ranks P, which is the number of steps."""
+        """Number of ranks P, which is also the number of steps."""
         return self.sharded.layout.world_size
 
     def before(self, step: int) -> int:

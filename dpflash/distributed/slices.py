@@ -1,8 +1,8 @@
 """Slices: which elements of each parameter's sum a rank owns, and the exchanges between owners.
 
-A sum over ranks is added up, and gets its noise, where it is owned. Each rank sends the others the
-elements that they own, adds what it receives in a fixed order, and draws the noise of its own
-elements alone. What all ranks need of the release travels once more, without noise of its own.
+The owner of an element adds it up over the ranks and adds its noise. Each rank sends the other
+ranks the elements that they own, adds the elements that it receives in a fixed order, and draws
+noise for its own elements alone. The noisy elements are then sent to all ranks that need them.
 
 Letters: P ranks of a group, B samples, n elements of a parameter.
 """
@@ -31,12 +31,9 @@ from .mesh import Ranks
 class Slices:
     """How ranks divide the elements of each parameter.
 
-    Ranks of a context divide a parameter's elements, and ranks with other samples divide each of
-    these slices again. Slices of a sharded parameter are its rows where the group is that over
-    which it is sharded.
-
-    Args:
-        ranks: this process and its peers.
+    The ranks of a context divide a parameter's elements into slices, and the ranks with other
+    samples divide each of these slices again. If a parameter is sharded over one of these groups,
+    the group's slices are the rows that its ranks hold.
     """
 
     def __init__(self, ranks: Ranks):
@@ -44,7 +41,7 @@ class Slices:
         self._scattered: dict[nn.Parameter, bool] = {}
 
     def is_scattered(self, parameter: nn.Parameter) -> bool:
-        """Whether ranks with other samples shard it, so that each holds the sum of its rows."""
+        """Whether it is sharded over the ranks with other samples, so each sums its own rows."""
         if parameter not in self._scattered:
             self._scattered[parameter] = self.ranks.context is None and _is_over(
                 parameter, self.ranks.data
@@ -56,13 +53,13 @@ class Slices:
         return shares(parameter.numel(), self.ranks.context, _unit(parameter, self.ranks.context))
 
     def held(self, parameter: nn.Parameter) -> slice:
-        """The elements of which the clipping gates of this rank compute sums."""
+        """The elements whose sums the clipping gates of this rank compute."""
         if self.is_scattered(parameter):
             return self._rows(parameter)[self.ranks.data_rank]
         return self.of_context(parameter)[rank_in(self.ranks.context)]
 
     def owned(self, parameter: nn.Parameter) -> slice:
-        """The elements of which this rank adds up the sum of all ranks and draws the noise."""
+        """The elements whose sums over all ranks this rank adds up and adds noise to."""
         held = self.held(parameter)
         if self.is_scattered(parameter):
             return held
@@ -72,7 +69,7 @@ class Slices:
     def scattered(
         self, totals: Mapping[nn.Parameter, Tensor], names: Sequence[object]
     ) -> dict[nn.Parameter, Tensor]:
-        """This rank's rows of whole sums of scattered parameters; see `reduce_to_owners`."""
+        """Reduce the whole sums of scattered parameters to this rank's rows of them."""
         cuts = [self._rows(p) for p in totals]
         values = [total.reshape(1, -1) for total in totals.values()]
         assert self.ranks.data is not None
@@ -80,16 +77,16 @@ class Slices:
         return dict(zip(totals, (x.flatten() for x in rows), strict=True))
 
     def bundled(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Parameters whose sums travel together, the same on all ranks."""
+        """Yield parameters whose sums are sent together, the same on all ranks."""
         for bundle in bundles(parameters, [2 * p.numel() for p in parameters]):
             yield [parameters[i] for i in bundle]
 
     def reduced(
         self, sums: Mapping[nn.Parameter, Tensor], names: Sequence[object] | None
     ) -> dict[nn.Parameter, Tensor]:
-        """What this rank owns of sums `[n]` that it holds, over the samples of all ranks.
+        """Sum the held sums `[n]` over the ranks with other samples; return this rank's elements.
 
-        In the dtype of the sums, which all have one; the sums themselves where nothing is sent.
+        All sums have one dtype, which is kept. If nothing is sent, the given sums are returned.
         """
         data = self.ranks.data
         own, rest = dict[nn.Parameter, Tensor](), dict[nn.Parameter, Tensor]()
@@ -105,7 +102,7 @@ class Slices:
         return {p: own[p] for p in sums}
 
     def released(self, own: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
-        """Give each rank what it needs of a release: its rows, or all elements."""
+        """Gather the elements of a release that this rank needs: its rows, or all elements."""
         data, context, parts = self.ranks.data, self.ranks.context, dict(own)
         apart = [p for p in parts if not self.is_scattered(p)]
         if data is not None:
@@ -125,7 +122,7 @@ _SUMS = "sum of the clipped gradients over all samples"
 
 
 def shares(elements: int, group: ProcessGroup | None, unit: int = 1) -> list[slice]:
-    """The elements of each rank: runs of one length, multiples of `unit`, the last shorter."""
+    """Divide elements over ranks: equal runs of a multiple of `unit`, the last ones shorter."""
     count = world_size(group)
     size = -(-elements // (unit * count)) * unit
     return [slice(min(r * size, elements), min((r + 1) * size, elements)) for r in range(count)]
@@ -138,20 +135,22 @@ def reduce_to_owners(
     names: Sequence[object] | None,
     operation: str,
 ) -> list[Tensor]:
-    """This rank's columns of tensors, summed over the ranks: the others' in their order, its own.
+    """Sum tensors over the ranks, and return this rank's columns of each sum.
+
+    The other ranks' tensors are added in the order of the ranks, and this rank's tensor last.
 
     Args:
-        values: `[B, n]` each, of one dtype.
-        cuts: the columns of each rank, of each tensor.
-        group: the ranks, which all call this.
-        names: what is sent, in its order, which ranks compare; None where they agreed on it.
+        values: tensors `[B, n]`, all of one dtype.
+        cuts: for each tensor, the columns of each rank.
+        group: the ranks; all of them call this function.
+        names: names of the tensors, for the ranks to compare; None if they agreed on them before.
         operation: the name of the exchange in messages.
 
     Returns:
         The sums `[B, columns of this rank]`.
 
     Raises:
-        RuntimeError: on all ranks, where they are about to send unlike tensors.
+        RuntimeError: on all ranks, if ranks would send tensors that do not match.
     """
     if names is not None:
         _require_alike(values, group, names, operation)
@@ -173,7 +172,7 @@ def reduce_to_owners(
     size = sum(x.numel() for x in columns(own))
     lengths = [0 if r == own else size for r in range(1 + len(others))]
     received = all_to_all(sent, sizes, lengths, group, operation).view(len(others), size)
-    # Alone it is in memory that nothing else needs.
+    # A single row can be added to in place, since nothing else uses its memory.
     total = received[0] if len(others) == 1 else received[0] + received[1]
     for row in received[2:]:
         total += row
@@ -203,7 +202,7 @@ def _gathered(
     lengths: Mapping[nn.Parameter, int],
     group: ProcessGroup,
 ) -> dict[nn.Parameter, Tensor]:
-    """Runs of `lengths` elements, from the shares of all ranks."""
+    """Join the parts of all ranks to whole parameters or slices of `lengths` elements."""
     found: dict[nn.Parameter, Tensor] = {}
     parameters = list(parts)
     longest = [shares(lengths[p], group)[0].stop for p in parameters]

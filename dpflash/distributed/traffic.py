@@ -1,6 +1,6 @@
-"""Predicts the bytes that attention over several ranks sends, the work of each rank, and times.
+"""Predicts the bytes that attention over several ranks sends, and each rank's work and time.
 
-`exchange.count_traffic` counts the same bytes while it runs. Shapes: B samples, H query heads, G
+`exchange.count_traffic` counts the same bytes at run time. Shapes: B samples, H query heads, G
 key/value heads, T tokens, P ranks, D head dim.
 """
 
@@ -25,15 +25,15 @@ from .layout import Layout
 class _Speed(NamedTuple):
     """Nominal speed of a rank's device and network; modes are chosen by ratios of these."""
 
-    flops: float  # of attention's kernels, FLOP/s
+    flops: float  # FLOP/s of attention kernels
     memory: float  # bytes/s, reads and writes together
     link: float  # bytes/s that a rank sends
-    exchange: float  # seconds that an exchange and the kernels around it take however small
+    exchange: float  # least seconds for an exchange and the kernels around it
 
 
-# By the type of the device, not its name: all ranks must choose alike. A core of a server and 10
-# Gbit/s Ethernet; an H200, whose attention reaches about half of its data sheet's 989 TFLOP/s, and
-# NVLink (900 GB/s in both directions together).
+# By device type, not by device name, since all ranks must choose the same mode. "cpu": one core of
+# a server and 10 Gbit/s Ethernet. "cuda": an H200, whose attention reaches about half of the data
+# sheet's 989 TFLOP/s, and NVLink (900 GB/s, both directions together).
 _SPEEDS = {
     "cpu": _Speed(1.5e11, 2e10, 1.25e9, 1e-4),
     "cuda": _Speed(5e14, 4.8e12, 4.5e11, 4e-5),
@@ -48,14 +48,14 @@ class Traffic(NamedTuple):
 
 
 class ModeCost(NamedTuple):
-    """What one call of attention costs in a mode, forward and backward."""
+    """Cost of one attention call in a mode, forward and backward."""
 
     mode: str
-    sent: Traffic  # bytes, of the rank that sends most
-    flops: int  # of the rank that computes most
-    exchanges: int  # one after the other
+    sent: Traffic  # bytes sent by the rank that sends most
+    flops: int  # FLOP of the rank that computes most
+    exchanges: int  # number of exchanges that run one after the other
     merged: int  # bytes read and written to add partial results
-    seconds: float  # predicted, as if no exchange ran beside a kernel
+    seconds: float  # predicted time without overlap of exchanges and kernels
 
 
 class ModeCall(NamedTuple):
@@ -65,7 +65,7 @@ class ModeCall(NamedTuple):
     head_dim: int
     dtype: torch.dtype
     batch: int
-    device: str  # its type
+    device: str  # device type
 
 
 def sent_bytes(
@@ -83,26 +83,27 @@ def sent_bytes(
     rank: int = 0,
     device: str = "cpu",
 ) -> Traffic:
-    """The bytes that one rank sends in one call of `ring_attention`, forward and backward.
+    """Return the bytes that one rank sends in one call of `ring_attention`.
 
-    Exact: equal to `count_traffic` if q, k and v all need gradients. An `Adaptive` pattern counts
-    as the dense pattern that it chooses from, plus the all-reduce of its block means.
+    The number is exact: it equals that of `count_traffic` if q, k and v all need gradients. An
+    `Adaptive` pattern counts as the dense pattern that it chooses from, plus the all-reduce of its
+    block means.
 
     Args:
-        pattern: one of `dpflash.patterns`.
+        pattern: a pattern of `dpflash.patterns`.
         num_tokens, num_heads, head_dim, batch, world_size: T, H, D, B and P.
         num_kv_heads: G; None means H.
-        dtype: of q, k and v.
+        dtype: dtype of q, k and v.
         sharding: "contiguous" or "zigzag".
         mode: "ring", "all_gather", "ulysses", or "auto", see `ring_attention`.
         rank: index of the rank.
-        device: type of the device, by which "auto" chooses.
+        device: device type, which mode "auto" depends on.
 
     Returns:
-        `Traffic` (forward, backward).
+        `Traffic`: bytes in the forward and bytes in the backward.
 
     Raises:
-        ValueError: for the arguments for which `ring_attention` raises it.
+        ValueError: if `ring_attention` refuses the arguments.
     """
     _validate.one_of(mode=(mode, (*MODES, "auto")))
     layout = Layout(num_tokens, world_size, sharding)
@@ -121,11 +122,11 @@ def edges_per_rank(
     world_size: int,
     sharding: str = "contiguous",
 ) -> list[int]:
-    """Number of (query, key) pairs that each rank computes, over all heads of one sample.
+    """Return the number of (query, key) pairs of each rank, over all heads of one sample.
 
     Args:
-        pattern: one of `dpflash.patterns`; an `Adaptive` one counts as the dense pattern that it
-            chooses from.
+        pattern: a pattern of `dpflash.patterns`. An `Adaptive` pattern counts as the dense pattern
+            that it chooses from.
         num_tokens, num_heads, world_size: T, H and P.
         sharding: "contiguous" or "zigzag".
 
@@ -143,10 +144,10 @@ def _edges_per_rank(sharded: ShardedPattern) -> list[int]:
 
 
 def cheapest_mode(call: ModeCall) -> str:
-    """The possible mode of the shortest predicted time; ties go to ring, then to ulysses.
+    """Return the supported mode with the shortest predicted time; ties: ring, then ulysses.
 
-    "all_gather" only where the keys of all ranks are no more than one rank's queries: it is for
-    their memory that sequences are sharded.
+    "all_gather" is chosen only if the keys of all ranks are no larger than one rank's queries,
+    since sequences are sharded to save the memory of all keys.
     """
     heads, kv_heads = call.sharded.num_heads, call.sharded.num_kv_heads
     fits = kv_heads * call.sharded.layout.world_size <= heads
@@ -156,11 +157,11 @@ def cheapest_mode(call: ModeCall) -> str:
 
 @functools.lru_cache(maxsize=256)
 def mode_costs(call: ModeCall) -> tuple[ModeCost, ...]:
-    """The costs of each possible mode: equal on all ranks, which choose by them.
+    """Return the cost of each supported mode. It is equal on all ranks, so all choose one mode.
 
-    Exchanges and kernels are added up: rings hide little of their exchanges where they were
-    measured (PrimeIntellect-ai/prime-rl#2418: 64k tokens on 2 and 4 ranks, the ring 29% and 32%
-    slower, Ulysses 8% slower and 1% faster).
+    Times of exchanges and kernels are added up, since measured rings overlap them little
+    (PrimeIntellect-ai/prime-rl#2418: 64k tokens on 2 and 4 ranks, the ring 29% and 32% slower,
+    Ulysses 8% slower and 1% faster).
     """
     sharded, speed = call.sharded, _SPEEDS.get(call.device, _SPEEDS["cuda"])
     ranks = range(sharded.layout.world_size)
@@ -174,11 +175,11 @@ def mode_costs(call: ModeCall) -> tuple[ModeCost, ...]:
         if mode == "ring":
             steps_sent = _most_steps(sharded)
             exchanges = 3 * steps_sent
-            # o in the forward and dq in the backward: two are read and one is written.
+            # Adding o (forward) or dq (backward) reads two tensors and writes one.
             row = call.batch * sharded.num_heads * call.head_dim * wide
             merged = 6 * steps_sent * sharded.longest * row
         elif mode == "ulysses":
-            exchanges = 4  # q, k and v; o and lse; and their gradients
+            exchanges = 4  # (q, k, v), (o, lse), and the gradients of each
             parts = (sharded.of_heads(x.start, x.stop) for x in heads_per_rank(sharded)[0])
             pairs = max(graph_of(part, torch.device("cpu")).edges() for part in parts)
         # Two products in the forward and five in the backward.
@@ -190,7 +191,7 @@ def mode_costs(call: ModeCall) -> tuple[ModeCost, ...]:
 
 
 def _most_steps(sharded: ShardedPattern) -> int:
-    """The most other ranks whose keys one rank attends to."""
+    """The largest number of other ranks whose keys one rank attends to."""
     return max(
         sum(map(bool, rows[:rank] + rows[rank + 1 :]))
         for rank, (_, rows) in enumerate(shares(sharded))
@@ -198,7 +199,7 @@ def _most_steps(sharded: ShardedPattern) -> int:
 
 
 def describe_modes(calls: Iterable[tuple[ModeCall, str]]) -> str:
-    """A table of calls and their modes beside the possible ones, for `PrivacyEngine.plan`."""
+    """Table of the costs of all supported modes of each call, for `PrivacyEngine.plan`."""
     rows: list[tuple[str, ...]] = [
         ("attention", "mode", "MiB sent", "in backward", "GFLOP", "exchanges", "predicted ms")
     ]
@@ -218,7 +219,7 @@ def describe_modes(calls: Iterable[tuple[ModeCall, str]]) -> str:
             name = ""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    legend = "a call, forward and backward: MiB of the rank that sends most, GFLOP of the busiest"
+    legend = "forward and backward: MiB of the rank that sends most, GFLOP of the busiest rank"
     return "\n".join([*lines, legend])
 
 
@@ -233,10 +234,10 @@ def require_enough_heads(sharded: ShardedPattern, mode: str) -> None:
 
 
 def heads_per_rank(sharded: ShardedPattern) -> tuple[list[slice], list[slice]]:
-    """The query heads and the key/value heads of each rank in mode "ulysses".
+    """Return the query heads and the key/value heads of each rank in mode "ulysses".
 
-    Each rank gets whole groups of query heads that share a key/value head. With fewer key/value
-    heads than ranks, k and v count as repeated to H heads.
+    Each rank has whole groups of query heads that share a key/value head. With fewer key/value
+    heads than ranks, k and v are treated as repeated to H heads.
     """
     size = sharded.layout.world_size
     groups = sharded.num_kv_heads

@@ -34,8 +34,8 @@ class HeadExchange:
 
     sharded: ShardedPattern  # the pattern over the sharded sequence
     group: ProcessGroup  # the ranks that share the sequence
-    heads: Sequence[slice]  # of queries, of each rank
-    kv_heads: Sequence[slice]  # of keys and values
+    heads: Sequence[slice]  # query heads of each rank
+    kv_heads: Sequence[slice]  # key/value heads of each rank
 
     @property
     def rank(self) -> int:
@@ -46,7 +46,7 @@ class HeadExchange:
         return self.heads if x.shape[1] == self.heads[-1].stop else self.kv_heads
 
     def to_heads(self, tensors: Sequence[Tensor], operation: str, phase: str) -> list[Tensor]:
-        """`[B, H, T_p, ...]` each to `[B, h, T, ...]`, tokens in the order of the sequence."""
+        """Exchange each `[B, H, T_p, ...]` for `[B, h, T, ...]`, in the sequence's order."""
         heads = [self._heads_of(x) for x in tensors]
         counts = [own[self.rank].stop - own[self.rank].start for own in heads]
         ranks = range(len(self.heads))
@@ -69,9 +69,9 @@ class HeadExchange:
         operation: str,
         phase: str,
     ) -> list[Tensor]:
-        """`[B, h, T, ...]` each to `[B, H, T_p, ...]`; the inverse of `to_heads`.
+        """Exchange each `[B, h, T, ...]` for `[B, H, T_p, ...]`; the inverse of `to_heads`.
 
-        `heads` are those of each rank, for each tensor.
+        `heads` has, for each tensor, the heads of each rank.
         """
         ranks, tokens = range(len(self.heads)), self.sharded.tokens(self.rank)
         sent = []
@@ -93,7 +93,7 @@ class HeadExchange:
 
 
 class _ToHeads(torch.autograd.Function):
-    """`HeadExchange.to_heads` of q, k and v: all ranks send the gradients of all three."""
+    """`HeadExchange.to_heads` for q, k and v; every rank sends gradients of all three."""
 
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, *qkv: Tensor) -> tuple[Tensor, ...]:
@@ -109,7 +109,7 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """`HeadExchange.to_tokens` of o and lse: all ranks send both gradients or none."""
+    """`HeadExchange.to_tokens` for o and lse; all ranks send both gradients, or none does."""
 
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, *o_lse: Tensor) -> tuple[Tensor, ...]:
@@ -165,7 +165,7 @@ class _OwnHeads(torch.autograd.Function):
 
 
 def _summed(terms: Tensor | None, x: Tensor | None) -> Tensor | None:
-    """The gradient of sinks or slopes x `[B, H]`, from its terms `[B, H, T]`."""
+    """The gradient of sinks or slopes x `[B, H]`, summed from terms `[B, H, T]`."""
     return None if terms is None or x is None else terms.sum(2).to(x.dtype)
 
 
@@ -179,7 +179,7 @@ def ulysses_attention(
     group: ProcessGroup,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """``(o, lse)`` of this rank's tokens; each rank computes some heads over all tokens."""
+    """Return ``(o, lse)`` of this rank's tokens; each rank computes some heads of all tokens."""
     heads, kv_heads = heads_per_rank(sharded)
     if kv_heads[-1].stop != k.shape[1]:
         k, v = (x.repeat_interleave(sharded.num_heads // k.shape[1], dim=1) for x in (k, v))

@@ -24,7 +24,7 @@ _COMPARED = 14  # random entries of the data set that ranks compare, besides the
 
 
 def open_ledger(path: str | os.PathLike[str] | None, ranks: Ranks) -> Ledger | None:
-    """Open the ledger at a path on rank 0; the other ranks get a read-only copy of it."""
+    """Open the ledger at a path on rank 0; return a read-only copy on the other ranks."""
     if path is None:
         return None
     if not isinstance(path, str | os.PathLike):
@@ -43,7 +43,7 @@ def check_module(module: nn.Module, ranks: Ranks) -> None:
     """Refuse a model whose wrappers or shards do not match the engine's ranks."""
     unsupported: tuple[type, ...] = (DataParallel,)
     supported: tuple[type, ...] = (DistributedDataParallel,)
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import; only its users have done so
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import: only if already imported
     if fsdp is not None:
         unsupported += (fsdp.FullyShardedDataParallel,)
         supported += (fsdp.FSDPModule,)
@@ -87,8 +87,9 @@ def check_module(module: nn.Module, ranks: Ranks) -> None:
         if set(holders(parameter)) not in groups:
             raise ValueError(
                 f"parameter '{name}' is sharded over the ranks {holders(parameter)}: expected "
-                "all ranks with other samples, all of a context, or all of both; call fully_shard "
-                "with mesh['data'], or with mesh['dp_replicate', 'dp_shard'] of such a mesh"
+                "all ranks of the data dimensions, all ranks of a context, or all ranks; call "
+                "fully_shard with mesh['data'], or with mesh['dp_replicate', 'dp_shard'] if the "
+                "mesh has these dimensions"
             )
     _check_context(module, ranks)
     if isinstance(module, DistributedDataParallel):
@@ -108,7 +109,8 @@ def _check_context(module: nn.Module, ranks: Ranks) -> None:
         if ranks.context is None or ranks_of(group) != ranks_of(ranks.context):
             raise ValueError(
                 f"module '{name}' is context parallel over {collectives.world_size(group)} ranks, "
-                "but the engine's mesh has no such dimension: norms would cover parts of samples. "
+                "but the engine's mesh has no such dimension: each norm would be of one rank's "
+                "part of a sample. "
                 "Pass PrivacyEngine(mesh=...) the mesh with its 'context' dimension"
             )
     if ranks.context is not None and not is_context_parallel:
@@ -127,9 +129,9 @@ def _check_replicas(module: DistributedDataParallel, ranks: Ranks) -> None:
         )
     if module.static_graph:
         raise ValueError(
-            "module is DistributedDataParallel(static_graph=True), which relies on its own "
-            "reduction of gradients in the first backward, and private training does that in the "
-            "step: leave static_graph out"
+            "module is DistributedDataParallel(static_graph=True), which reduces gradients itself "
+            "in the first backward, but private training reduces them in the step: leave "
+            "static_graph out"
         )
     if ranks_of(module.process_group) != ranks_of(ranks.data):
         raise ValueError(
@@ -140,7 +142,7 @@ def _check_replicas(module: DistributedDataParallel, ranks: Ranks) -> None:
 
 
 def digests_of(dataset: Any, key: bytes) -> list[str]:
-    """Keyed digests of some entries of a data set; "" for an entry that differs between reads."""
+    """Return keyed digests of some entries of a data set; "" if two reads of an entry differ."""
     count = len(dataset)
     indices = {0, count - 1}
     words = uniform_words(derive_key(key, "entries to compare"), index=0, count=_COMPARED)
@@ -153,19 +155,19 @@ def digests_of(dataset: Any, key: bytes) -> list[str]:
 
 
 def require_same_data(digests: list[str], ranks: Ranks) -> None:
-    """Raise on all ranks where a compared entry of the data sets differs between ranks."""
+    """Raise a ValueError on all ranks if a compared entry differs between ranks."""
     for entry in zip(*ranks.gather(digests, "make_private"), strict=True):
         if "" not in entry and len(set(entry)) > 1:
             raise ValueError(
                 "data_loader.dataset differs between ranks: expected the same entries in the same "
                 "order on all of them, because the loader divides each logical batch over the "
-                "ranks. Do not split the data set before, shuffle it with the same seed "
-                "everywhere, and sort lists of files (glob, os.listdir) and sets"
+                "ranks. Do not split the data set yourself, shuffle it with the same seed on all "
+                "ranks, and sort lists of files (glob, os.listdir) and sets"
             )
 
 
 def _entry_digest(entry: Any, key: bytes) -> str:
-    """A digest that is equal for equal entries; "" for types that cannot be compared."""
+    """Return a digest that is equal for equal entries, or "" for types without a digest."""
     if isinstance(entry, Tensor) and entry.layout is torch.strided:
         kind = f"{entry.dtype} {tuple(entry.shape)}"
         content = collectives.as_bytes(entry.detach().cpu().contiguous()).numpy().tobytes()
@@ -198,14 +200,14 @@ def synchronize_ranks(module: nn.Module, ranks: Ranks) -> None:
     for x in filter(is_sharded, tensors):
         copies = [replicating_group(x)]
         for group in (ranks.data, ranks.context):
-            # Ranks outside of its mesh hold the same rows, each in a mesh of its own.
+            # Ranks outside of the parameter's mesh hold the same rows in meshes of their own.
             if set(ranks_of(group)) & set(holders(x)) == {dist.get_rank()}:
                 copies.append(group)
         for group in copies:
             if group is not None:
                 collectives.broadcast_(x.to_local(), group, operation)
     if isinstance(module, DistributedDataParallel):
-        # Its reducer would write zeros into `.grad`, and clipped sums are added by the step.
+        # DDP's reducer would write zeros into `.grad`; the step adds up the clipped sums.
         module.require_backward_grad_sync = False
 
 

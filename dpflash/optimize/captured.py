@@ -1,21 +1,21 @@
 """CapturedCalls: the model's forward and its clipped backward, replayed as CUDA graphs.
 
-A call of the model with gradients on is captured once for each kind of batch, in two graphs: its
-forward, and its backward up to the clipped sums, which are added to tensors that stay. The losses,
-between the two, and all that decides about privacy run in each step as ever: the checks of the
-call and of the backward, the charge, the noise and the release. No graph holds noise or charges
-for anything, so a replay can repeat neither.
+A call of the model with gradients enabled is captured once for each kind of batch, in two graphs:
+its forward, and its backward up to the clipped sums, which are added to persistent tensors. The
+losses in between run as usual, and so does everything that privacy depends on: the checks of the
+call and of the backward, the charge, the noise and the release. No graph holds noise or a charge,
+so a replay cannot repeat them.
 
     model(x):          copy x to where the graph reads it; replay the forward
     losses:            the loop's own operations
     backward:          copy the outputs' gradient and the mask of real rows; check the gate;
                        replay the backward; add the sums to the logical batch
-    optimizer.step():  as ever
+    optimizer.step():  as usual
 
-What a graph cannot hold runs layer by layer, and `engine.optimization` says why: batches that are
-recorded, compared or proven; random masks; hooks; gradients that are not instantiated; a model
-that reads tensors which are neither its arguments nor its own, writes such, or keeps results. A
-replay would read and leave those of another batch.
+Calls that a graph cannot hold run layer by layer, and `engine.optimization` reports the reason:
+batches that are recorded, compared or proven; random masks; hooks; per-sample gradients that are
+not instantiated; a model that reads or writes tensors other than its arguments, parameters and
+buffers, or that keeps results. A replay would read or leave such tensors of another batch.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ from .levels import Optimization
 
 _log = logging.getLogger(__name__)
 
-# Kinds of batches that are captured and that are seen, calls of a kind before it is captured, and
-# moves of the weights.
+# Limits: kinds of batches that are captured and that are counted, calls of a kind before its
+# capture, and moves of the weights.
 _MOST_KINDS, _MOST_SEEN, _EAGER_CALLS, _MOST_MOVES = 4, 64, 3, 3
-# Of a replay and the same call layer by layer: kernels of libraries may add in another order.
+# Relative difference between a replay and eager layers; libraries' kernels may reorder sums.
 _ROUNDING = 2.0**-7
 _PLAIN = (type(None), bool, int, float, str)
 _OFF = "; or pass PerformanceConfig(cuda_graph=False)"
 
 
 def obstacle(backward: PrivateBackward, optimization: Optimization) -> str | None:
-    """Why no call of a private model can be captured; None where one may be."""
+    """Return why no call of a private model can be captured; None if calls may be captured."""
     device, ranks = _device(backward), backward.ranks
     if device.type != "cuda":
         return f"the model is on {device}"
     if ranks.everyone is not None:
-        return "several ranks exchange what each step needs"
+        return "several ranks exchange data in each step"
     if optimization.compiled:
         return "torch.compile runs the model"
     return None
@@ -76,21 +76,21 @@ def _device(backward: PrivateBackward) -> torch.device:
 
 
 class NotCaptured(RuntimeError):
-    """Says why a call cannot be captured."""
+    """A call cannot be captured; the message states the reason."""
 
 
 class Recorder(Protocol):
-    """Records what a block launches, for replays."""
+    """Records the kernels that a block launches, for replays."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """Run the block beside what the device is doing, as a first run before it is recorded."""
+        """Run the block on the recorder's stream without recording it, as a warm-up."""
 
     def recording(self) -> AbstractContextManager[Callable[[], None]]:
-        """Record the block; gives the function that replays it."""
+        """Record the block; yields the function that replays it."""
 
 
 class CudaGraphs:
-    """Records CUDA graphs with common memory, which are replayed in the order of recording."""
+    """Records CUDA graphs in shared memory; they must be replayed in the order of recording."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -114,7 +114,7 @@ class CudaGraphs:
     def recording(self) -> Iterator[Callable[[], None]]:
         """See `Recorder`."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on: a loader pins memory.
+        # Other threads may call CUDA meanwhile: a loader pins memory.
         mode = "thread_local"
         with torch.cuda.device(self._device):
             before = torch.cuda.current_stream()
@@ -122,7 +122,7 @@ class CudaGraphs:
                 with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
                     yield graph.replay
             except BaseException:
-                torch.cuda.set_stream(before)  # which a failed capture does not do
+                torch.cuda.set_stream(before)  # a failed capture does not restore it
                 raise
 
 
@@ -148,10 +148,10 @@ class CapturedCalls:
 
     @property
     def sentence(self) -> str:
-        """What is captured, or why nothing is."""
+        """Which calls are captured, or why none is."""
         if self._is_off or not any(self._found.values()):
             return f"left out: CUDA graphs, since {self._why}"
-        # No shapes: they may be private, where the longest sample of a batch decides.
+        # Without shapes, which are private if a batch's longest sample determines them.
         return "CUDA graphs: forward and backward of batches of frequent shapes"
 
     def outputs(
@@ -161,13 +161,13 @@ class CapturedCalls:
         run: Callable[[Any, Any], Any],
         keeping_state: Callable[[], AbstractContextManager[object]],
     ) -> Any:
-        """What the model returns, by a replay; None where it has to run layer by layer.
+        """Return the model's outputs by a replay, or None if it has to run layer by layer.
 
         Args:
-            setting: what else a capture depends on, besides the kind of batch.
-            arguments: of the call.
-            run: runs the model, given these or others like them.
-            keeping_state: restores what the model changes inside a block.
+            setting: what a capture depends on besides the kind of batch.
+            arguments: (args, kwargs) of the call.
+            run: function that runs the model on such arguments.
+            keeping_state: context manager that restores the state that the model changes in it.
         """
         if self._is_off or not self._is_alone() or not self._backward.may_replay:
             return None
@@ -186,7 +186,7 @@ class CapturedCalls:
         kind = (setting, repr(structure), tuple(kinds), self._step.bound)
         if kind not in self._found:
             if len(self._counts) > _MOST_SEEN or len(self._found) >= _MOST_KINDS:
-                self._why = "there are many kinds of batches, or of numbers in the model"
+                self._why = "there are many kinds of batches, or of numbers that the model keeps"
                 return None
             count = self._counts[kind] = self._counts.get(kind, 0) + 1
             if count <= _EAGER_CALLS:
@@ -202,7 +202,7 @@ class CapturedCalls:
         return self._replayed(call, tensors)
 
     def _leave_place(self) -> None:
-        """Tensors of the model are not where the graphs read them: capture anew."""
+        """Drop all graphs, since tensors of the model were moved."""
         self._found.clear()
         self._counts.clear()
         self._moves += 1
@@ -210,7 +210,7 @@ class CapturedCalls:
             self._is_off, self._why = True, "tensors of the model are replaced again and again"
 
     def _is_alone(self) -> bool:
-        """Whether no other call waits for the backward that this one is for."""
+        """Whether no earlier call still waits for its backward."""
         is_open = not self._backward.forward.state.is_over
         if self._open is not None:
             gate, microbatch = self._open
@@ -221,14 +221,14 @@ class CapturedCalls:
         return not is_open
 
     def _unfit(self, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> str | None:
-        """Why arguments cannot be copied to where a graph reads them, or None."""
+        """Why arguments cannot be copied into the tensors that a graph reads, or None."""
         if self._backward.forward.units is not None:
-            return "samples are no rows of the batch"
+            return "samples are not rows of the batch"
         device = _device(self._backward)
         if any(x.device != device for x in tensors):
             return f"an argument of the model is not on {device}"
         if any(x.requires_grad for x in tensors):
-            return "an argument of the model requires its gradient"
+            return "an argument of the model requires a gradient"
         if not tensors:
             return "the model was given no tensor"
         others = [type(x) for x in leaves if not isinstance(x, (Tensor, *_PLAIN))]
@@ -243,7 +243,7 @@ class CapturedCalls:
         except NotCaptured as error:
             self._why = str(error)
         except Exception as error:
-            # Its text may hold values.
+            # The error's text may hold values.
             self._why = f"capturing failed with {type(error).__name__}, which the log has"
             _log.debug("capturing failed", exc_info=True)
         return None
@@ -263,17 +263,17 @@ class _CapturedCall:
 
     Args:
         module, backward: see `CapturedCalls`.
-        sums: empty; hold what the backward adds to.
-        arguments: of the first call of this kind.
+        sums: empty sums, to which the backward adds.
+        arguments: (args, kwargs) of the first call of this kind.
         run: see `CapturedCalls.outputs`.
 
     Attributes:
-        state: what the layers left in `PrivateForward`.
+        state: the state of `PrivateForward` after the captured forward.
         roots: the outputs that require a gradient.
 
     Raises:
         NotCaptured: a graph cannot hold this call.
-        RuntimeError: the model waited for the device, or CUDA refused the capture otherwise.
+        RuntimeError: the model waited for the device, or CUDA refused the capture.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class _CapturedCall:
         recorder: Recorder = CudaGraphs(_device(backward))
         _refuse_hooks(module)
         self._module, self._backward = module, backward
-        # Graphs know addresses: of these tensors and no others that may replace them.
+        # Graphs read these tensors by address, and would not see others that replace them.
         self._held = _tensors_in(module)
         self._places = _places(self._held)
         leaves, structure = tree_flatten(arguments)
@@ -322,36 +322,35 @@ class _CapturedCall:
                 with recorder.recording() as self._replay_backward:
                     self._differentiate()
                 self.state = forward.state
-        # Names of the operations that the loop's own follow.
+        # Names of the autograd operations that made the outputs.
         self.stands_for = tuple(type(x.grad_fn).__name__ for x in self.roots)
         self._rows = step.rows
         self._kept.write()
         self._refuse_other(reference)
 
     def _forward(self, run: Any, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
-        """The model's outputs, flat, and their structure."""
-        # Casts that autocast keeps are of the weights at that time.
+        # Autocast caches casts of the weights, which change later.
         torch.clear_autocast_cache()
         flat, structure = tree_flatten(run(args, kwargs))
         torch.clear_autocast_cache()
         self.roots = [x for x in flat if isinstance(x, Tensor) and x.requires_grad]
         if not self.roots:
-            raise NotCaptured("no output of the model depends on what is trained")
+            raise NotCaptured("no output of the model depends on trained parameters")
         if any(not isinstance(x, (Tensor, *_PLAIN)) for x in flat):
-            raise NotCaptured("the model returns more than tensors and plain values")
+            raise NotCaptured("the model returns values other than tensors and plain values")
         return flat, structure
 
     def _differentiate(self) -> None:
-        # Of the gates' stand-ins, since nodes that accumulate gradients have streams of their own.
+        # Ends at the gates' stand-ins: nodes that accumulate gradients use streams of their own.
         ends = list(self._rules.stand_ins.values())
         with without_autocast(_device(self._backward).type):
             torch.autograd.grad(self.roots, ends, self._grads, allow_unused=True)
 
     def _first(self) -> list[Tensor]:
-        """Outputs and sums of a run layer by layer, like that of a replay."""
+        """Outputs and sums of a run layer by layer, to compare with those of a replay."""
         device = _device(self._backward)
         before = RandomState(device)
-        # The first one makes the sums, and what kernels keep; the second one adds in place.
+        # The first run makes the sums and kernels' persistent buffers; the second adds in place.
         self._run()
         self._grads = [torch.ones_like(x) for x in self.roots]
         self._differentiate()
@@ -364,7 +363,7 @@ class _CapturedCall:
         return [x.detach().clone() for x in (*self.roots, *self._sums.values())]
 
     def _refuse_strangers(self) -> None:
-        """Refuse a forward that reads, writes or keeps tensors which a replay does not."""
+        """Refuse a forward that reads, writes or keeps tensors that a replay would not."""
         seen = _Seen([*self._inputs, *self._held])
         with self._backward.forward.aside(), seen:
             self._run()
@@ -373,13 +372,13 @@ class _CapturedCall:
             raise NotCaptured(refusal)
 
     def _refuse_other(self, reference: Sequence[Tensor]) -> None:
-        """Refuse graphs whose first replay gives other outputs or sums than the layers did."""
+        """Refuse graphs whose first replay has other outputs or sums than the run by layers."""
         self._clear(self._sums.values())
         self._replay_forward()
         self._replay_backward()
         found = (*self.roots, *self._sums.values())
         for own, other in zip(found, reference, strict=True):
-            # A sample may have no finite gradient: that tells nothing of the graphs.
+            # A sample may have a gradient that is not finite, which is no fault of the graphs.
             is_finite = other.isfinite()
             same = torch.equal(own.isfinite(), is_finite)
             distance, size = (
@@ -394,11 +393,11 @@ class _CapturedCall:
             torch._foreach_zero_(totals)
 
     def is_in_place(self) -> bool:
-        """Whether the model's tensors are where the graphs read them, and train what they did."""
+        """Whether the model's tensors have the addresses, shapes and flags of the capture."""
         return _places(_tensors_in(self._module)) == self._places
 
     def outputs(self, roots: Sequence[Tensor]) -> Any:
-        """The model's outputs with `roots` for those that require a gradient."""
+        """Return the model's outputs, with `roots` in place of those that require a gradient."""
         own = iter(roots)
         return tree_unflatten(
             [next(own) if any(x is root for root in self.roots) else x for x in self._flat],
@@ -406,18 +405,18 @@ class _CapturedCall:
         )
 
     def replay_forward(self, gate: _ReplayedGate, tensors: Sequence[Tensor]) -> None:
-        """Run the model on tensors; what a call before it computed is gone then."""
+        """Replay the forward on tensors; overwrites the activations of the previous call."""
         self._gate = gate
         torch._foreach_copy_(self._inputs, list(tensors))
         self._replay_forward()
         self._versions = [x._version for x in self._of_forward()]
 
     def _of_forward(self) -> list[Tensor]:
-        """What the backward reads as the forward left it."""
+        """Tensors that the backward reads, and that must not change after the forward."""
         return [*(x for x in self._flat if isinstance(x, Tensor)), *self._held]
 
     def take(self, grads: Sequence[Tensor | None]) -> None:
-        """Copy the gradients of the outputs to where the backward reads them."""
+        """Copy the gradients of the outputs into the tensors that the backward reads."""
         for own, grad in zip(self._grads, grads, strict=True):
             own.zero_() if grad is None else own.copy_(grad)
 
@@ -425,39 +424,38 @@ class _CapturedCall:
         """Add the clipped sums of the call to the logical batch.
 
         Raises:
-            PrivateRefusal: the graphs have run another batch since; or outputs, weights or
-                max_grad_norm were changed since the forward.
+            PrivateRefusal: the graphs have run another batch since the forward; or outputs,
+                weights or max_grad_norm have changed since.
         """
         if gate is not self._gate:
             raise PrivateRefusal(
-                "losses come from an earlier call of the model, whose activations a captured "
-                "call of a later batch has replaced: call engine.backward after each forward"
-                + _OFF
+                "losses come from an earlier call of the model, whose activations a later "
+                "captured call has overwritten: call engine.backward after each forward" + _OFF
             ) from None
         if [x._version for x in self._of_forward()] != self._versions:
             raise PrivateRefusal(
                 "outputs of the model, or its weights, were changed in place between its call and "
                 "the backward, which reads them again with cuda_graph=True: change a clone of the "
-                "outputs, and weights after optimizer.step()" + _OFF
+                "outputs, and change weights after optimizer.step()" + _OFF
             ) from None
         step = rules.step
         if step.sums.bound != self._sums.bound:
             raise PrivateRefusal(
                 "max_grad_norm changed between a call of the model and its backward, which clips "
-                "to the earlier one with cuda_graph=True: set it between steps" + _OFF
+                "to the earlier value with cuda_graph=True: set it between steps" + _OFF
             ) from None
         self._rows.copy(step.rows)
-        # A sum of which the logical batch has none yet, or one by layers, begins at zero.
+        # Clear sums that the logical batch does not hold yet, or holds in another tensor.
         self._clear(total for p, total in self._sums.items() if step.sums.get(p) is not total)
         self._replay_backward()
         for squares, factors in self._noted.found:
-            # The next forward may use their memory.
+            # Clones, since the next forward may overwrite the graph's memory.
             rules.statistics.note(squares.clone(), factors.clone())
         step.add(list(self._sums), self._sums.values())
 
 
 class _Replay(torch.autograd.Function):
-    """The model's captured forward; its backward hands over gradients, and the gate's runs."""
+    """The captured forward; its backward passes on gradients for the gate's backward."""
 
     @staticmethod
     def forward(ctx: Any, call: _CapturedCall, handle: Tensor) -> tuple[Tensor, ...]:
@@ -473,10 +471,10 @@ class _Replay(torch.autograd.Function):
 
 
 class _Seen(TorchDispatchMode):
-    """Sees the operations of a forward: where their operands and results are.
+    """Records the storages that the operations of a forward read and write.
 
     Args:
-        known: what they may read.
+        known: the tensors that operations may read.
     """
 
     def __init__(self, known: Sequence[Tensor]):
@@ -494,8 +492,8 @@ class _Seen(TorchDispatchMode):
         )
         if any(_storage(x) not in self._known and not self._is_made(x) for x in given):
             self._refusal = (
-                "its forward reads a tensor that is no argument, parameter or buffer; give it to "
-                "the model as an argument, or register it as a buffer"
+                "its forward reads a tensor that is no argument, parameter or buffer; pass it "
+                "to the model as an argument, or register it as a buffer"
             )
         elif is_written and not self._is_made(given[0]):
             self._refusal = "its forward changes its arguments, parameters or buffers in place"
@@ -510,12 +508,10 @@ class _Seen(TorchDispatchMode):
         return made is not None and not made.expired()
 
     def refusal(self) -> str | None:
-        """What a graph cannot hold, or None; after all that the forward returned is dropped."""
+        """Why a graph cannot hold the forward, or None; call it after dropping all outputs."""
         gc.collect()
         if self._refusal is None and not all(made.expired() for made in self._made.values()):
-            return (
-                "its forward keeps tensors that it does not return, as on the model or in a list"
-            )
+            return "its forward keeps tensors that it does not return, on the model or in a list"
         return self._refusal
 
 
@@ -548,12 +544,12 @@ class _ReplayedGate(Gate):
         with self.step.dropping():
             if self.has_run:
                 raise PrivateRefusal(
-                    "a backward through a captured call for a second time: the first one may have "
-                    "used the memory of its activations. Call the model again" + _OFF
+                    "a backward through a captured call for a second time: the first backward may "
+                    "have overwritten its activations. Call the model again" + _OFF
                 ) from None
             self.has_run = True
             if self.run.mode != "clip":
-                raise RuntimeError("a backward of a captured call that is only compared")
+                raise RuntimeError("a captured call has a backward that is only compared")
             self.rules.admit(self)
             self.compare(grads)
             self._call.replay_backward(self, self.rules)
@@ -561,7 +557,7 @@ class _ReplayedGate(Gate):
 
 
 class _Rows(RealRows):
-    """The mask of real rows, where graphs read it."""
+    """The mask of real rows, in a tensor that graphs read."""
 
     def __init__(self) -> None:
         super().__init__(lambda rows: None)
@@ -583,20 +579,20 @@ class _Rows(RealRows):
 
 
 class _Captured:
-    """The logical batch of a capture: exact sums, to which each replay adds, without noise."""
+    """The logical batch of a capture: exact sums without noise, to which each replay adds."""
 
     def __init__(self, sums: ClippedSums):
         self.sums = sums
         self.rows = _Rows()
 
     def before_gate(self) -> None:
-        """Nothing: a replay's own gate asks."""
+        """Do nothing: the gate of a replay calls this itself."""
 
     def begin_trial(self) -> None:
-        """Nothing: trials are not captured."""
+        """Do nothing: trials are not captured."""
 
     def dropping(self) -> AbstractContextManager[None]:
-        """Nothing is dropped."""
+        """Return a context manager that drops nothing."""
         return nullcontext()
 
     def add_clipped(
@@ -608,13 +604,13 @@ class _Captured:
     def add(self, parameters: Sequence[nn.Parameter], *_: Any, **options: Any) -> None:
         """Refuse sums that are rounded."""
         raise NotCaptured(
-            f"the planner keeps activations of '{self.sums.names[parameters[0]]}' in place of its "
+            f"the planner keeps activations of '{self.sums.names[parameters[0]]}' instead of its "
             "per-sample gradients; pass grad_sample_mode='instantiate'"
         )
 
 
 class _Noted(ClipStatistics):
-    """Norms and factors of each group, where graphs write them."""
+    """Norms and clipping factors of each group, in the tensors that graphs write."""
 
     def __init__(self) -> None:
         self.found: list[tuple[Tensor, Tensor]] = []
@@ -634,7 +630,7 @@ def _static_sums(step: PrivateStep) -> ClippedSums:
 
 
 def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
-    """The numbers, flags and names that modules keep, which a forward may read."""
+    """Return the numbers, flags and strings in modules' attributes, which a forward may read."""
     return tuple(
         (name, type(x), x)
         for m in module.modules()
@@ -646,7 +642,7 @@ def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
 def _refuse_hooks(module: nn.Module) -> None:
     for name, m in module.named_modules():
         hooks = [m._backward_hooks, m._backward_pre_hooks]
-        # Those of the model itself run around its forward.
+        # Forward hooks of the model itself run outside of the captured forward.
         hooks += [m._forward_hooks, m._forward_pre_hooks] if name else []
         if any(hooks):
             raise NotCaptured(f"module '{name}' has hooks, which a replay would not call")

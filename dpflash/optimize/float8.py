@@ -1,4 +1,4 @@
-"""Float8: the linear layers that `PerformanceConfig(fp8=True)` is for, and what it changes."""
+"""Float8: the linear layers that `PerformanceConfig(fp8=True)` changes, and how."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..grad_rules.convert import Layer
 from ..grad_rules.linear import PrivateConv1D, PrivateLinear
 from .levels import Optimization
 
-# Products of e4m3 take dimensions that are multiples of 16. Those of narrower layers, such as
-# adapters, wait for memory, and casts would read and write more of it.
+# e4m3 products need dimensions that are multiples of 16. Products of narrow layers, such as
+# adapters, are limited by memory traffic, and casts would add to it.
 _MULTIPLE, _LEAST = 16, 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NAMED = 3  # of the layers, in a sentence
+_NAMED = 3  # number of layers that a sentence names
 
 
 def with_float8(
@@ -30,17 +30,17 @@ def with_float8(
     layers: Sequence[Layer],
     trained: Sequence[nn.Parameter],
 ) -> Optimization:
-    """The optimization with float8 products in the linear layers that can have them.
+    """Return the optimization with float8 products in the linear layers that support them.
 
     Raises:
-        ValueError: parameters are sharded; no layer can have them; or products are of float32 on
-            another device than the CPU, where trials allow for their rounding alone.
+        ValueError: parameters are sharded; no layer supports float8; or other products are in
+            float32 on another device than the CPU, where trials allow for float32 rounding alone.
     """
     sharded = next((n for n, p in module.named_parameters() if is_sharded(p)), None)
     if sharded is not None:
         raise ValueError(
             f"fp8=True with parameter '{sharded}' sharded by fully_shard: weights are gathered "
-            "for each call, so they would be cast in each call; leave fp8=False, or shard nothing"
+            "for each call, so they would be cast in each call; pass fp8=False, or do not shard"
         )
     device = trained[0].device
     if device.type != "cpu" and not (
@@ -48,7 +48,7 @@ def with_float8(
     ):
         raise ValueError(
             f"fp8=True with optimize={optimization.level!r} and float32 on {device}: proofs and "
-            "trials compare rows by the rounding of their dtype, and float8 rounds more. Pass "
+            "trials allow differences of float32 rounding only, and float8 rounds more. Pass "
             "optimize='balanced', or a model in bfloat16"
         )
     chosen: list[str] = []
@@ -59,13 +59,13 @@ def with_float8(
         whys = "; ".join(f"'{names[0]}' {why}" for why, names in left_out.items())
         raise ValueError(
             f"fp8=True: no linear layer of the model can multiply in float8 ({whys or 'none'}); "
-            "leave fp8=False"
+            "pass fp8=False"
         )
     sentences = [_NUMERICS.format(layers=_some(chosen)), _MEMORY]
     if not multiplies_float8(device):
         sentences.append(
-            f"left out: float8 hardware, which {device} does not have: products are "
-            "computed in float32 from the same numbers, slower than without fp8"
+            f"left out: float8 hardware, which {device} does not have: products of the same "
+            "float8 numbers are computed in float32, slower than without fp8"
         )
     for why, names in left_out.items():
         sentences.append(f"left out: float8 in {_some(names)}, since it {why}")
@@ -74,28 +74,27 @@ def with_float8(
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
     some = ", ".join(f"'{name}'" for name in names[:_NAMED])
     return some + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 _NUMERICS = (
     "numerics: {layers} multiply in float8 (e4m3, about 1 digit), in the forward and "
-    "for the gradient of their input. Each token's row and each channel of a weight has a scale "
-    "of its own, so that no sample rounds another. Weight gradients, clipping and noise are "
-    "computed without float8. Evaluations of the private model multiply in float8 too; copies, "
-    "public_data() and the model after engine.detach do not. Where the number of a batch's rows "
-    "is not public (BatchMemoryManager, batches from elsewhere), it may choose other kernels, "
-    "whose rounding float8 may enlarge"
+    "for the gradient of their input. Each token's row and each channel of a weight has its own "
+    "scale, so no sample affects the rounding of another. Weight gradients, clipping and noise "
+    "are computed without float8. Evaluations of the private model multiply in float8 too; "
+    "copies, public_data() and the model after engine.detach do not. If a batch's number of rows "
+    "is not public (BatchMemoryManager, batches from elsewhere), it may determine which kernels "
+    "run, and float8 may enlarge the difference in rounding"
 )
 _MEMORY = (
-    "memory: 2 bytes an element of their weights, for two casts that are made once a logical "
+    "memory: 2 bytes per element of their weights, for two casts that are made once per logical "
     "batch; torch.compile casts in each call"
 )
 
 
 def _linear_layers(module: nn.Module, layers: Sequence[Layer]) -> Iterator[tuple[str, str | None]]:
-    """Names of the linear layers, and why one is left out, or None."""
+    """Yield the name of each linear layer, and the reason if it is left out, else None."""
     linear = [layer for layer in layers if issubclass(rule_for(layer.module), PrivateLinear)]
     inside = {
         id(child)
@@ -108,7 +107,7 @@ def _linear_layers(module: nn.Module, layers: Sequence[Layer]) -> Iterator[tuple
         weight, why = layer.module._parameters["weight"], None
         assert weight is not None
         if layer is linear[-1] or rule_for(layer.module) not in (PrivateLinear, PrivateConv1D):
-            why = "is the last linear layer, whose outputs the losses take: its rounding is theirs"
+            why = "is the last linear layer, whose rounding would directly affect the losses"
         elif owners[id(weight)] > 1:
             why = "shares its weight with another layer"
         elif id(layer.module) in inside:
@@ -117,5 +116,5 @@ def _linear_layers(module: nn.Module, layers: Sequence[Layer]) -> Iterator[tuple
             why = f"has a weight of {weight.dtype}"
         elif any(size % _MULTIPLE or size < _LEAST for size in weight.shape):
             sizes = " x ".join(map(str, weight.shape))
-            why = f"is {sizes}: both sizes have to be multiples of {_MULTIPLE} from {_LEAST} on"
+            why = f"is {sizes}: both sizes have to be multiples of {_MULTIPLE}, at least {_LEAST}"
         yield layer.name, why

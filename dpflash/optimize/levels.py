@@ -1,13 +1,13 @@
-"""Optimization levels: what each changes, and the sentences that say so to users.
+"""Optimization levels: what each level changes, and the sentences that report this to users.
 
 none          textbook DP-SGD: each layer keeps its per-sample gradients.
-conservative  a planner chooses the mode of flat clipping; nothing changes but rounding.
-balanced      conservative, and the model's forward under bfloat16 autocast.
-aggressive    balanced, per-layer clipping and a compiled forward.
+conservative  a planner chooses the grad_sample_mode of flat clipping; only rounding changes.
+balanced      conservative, and the model's forward runs under bfloat16 autocast.
+aggressive    balanced, with per-layer clipping and a compiled forward.
 
 No level changes what a step costs in privacy: batches, noise and clipping are the same. Clipping
 and noise run in the gates' backward, outside of autocast and of the compiled graph. `_OF_16_BIT`
-says what 16 bit does to the bound of batches without public slots.
+states how 16-bit rounding affects the bound for batches without public slots.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Asked:
     """The arguments of `make_private` that a level depends on."""
 
     level: str  # one of `planner.LEVELS`
-    clipping: str | None  # None for that of the level
-    mode: str  # how flat clipping gets its norms
-    public_batch_size: int  # samples of a microbatch that the planner plans for
-    memory_budget: int  # bytes that their per-sample gradients may take
-    ranks: Ranks  # that train the model
+    clipping: str | None  # None for the level's own clipping
+    mode: str  # grad_sample_mode of flat clipping
+    public_batch_size: int  # number of samples in the microbatch that the planner plans for
+    memory_budget: int  # bytes that the per-sample gradients of a microbatch may take
+    ranks: Ranks  # the ranks that train the model
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Optimization:
     level: str  # "none", "conservative", "balanced" or "aggressive"
     clipping: str  # "flat" or "per_layer"
     autocast: bool  # whether the model's forward runs under bfloat16 autocast
-    compiled: bool  # whether the model's forward goes through torch.compile where it trains
-    # sentences, each with its subject first: privacy, clipping, numerics, memory, or what was left
-    # out and why
+    compiled: bool  # whether torch.compile compiles the model's forward in training
+    # sentences that begin with their subject: "privacy", "clipping", "numerics", "memory", or
+    # "left out" with the reason
     changes: tuple[str, ...]
-    # size of the per-sample gradients of all layers, for a microbatch as planned
+    # size of the per-sample gradients of all layers for a microbatch of public_batch_size samples
     stored_bytes: int
     float8: frozenset[str] = frozenset()  # names of the linear layers that multiply in float8
 
@@ -55,18 +55,18 @@ class Optimization:
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """A one-line summary."""
         parts = [f"{self.clipping} clipping"]
         parts += ["bfloat16 autocast"] * self.autocast + ["torch.compile"] * self.compiled
         parts += ["float8 products"] * bool(self.float8)
         return f"optimize={self.level!r}: {', '.join(parts)}"
 
     def with_change(self, sentence: str) -> Optimization:
-        """A copy with one more sentence."""
+        """Return a copy with an additional sentence."""
         return replace(self, changes=(*self.changes, sentence))
 
     def without_compiler(self, why: str) -> Optimization:
-        """A copy with torch.compile left out, and the reason."""
+        """Return a copy without torch.compile that reports the reason."""
         gone = _of_compiler(self.stored_bytes)
         kept = (change for change in self.changes if change not in gone)
         changes = (*kept, f"left out: torch.compile, since {why}")
@@ -79,7 +79,7 @@ PLAIN = Optimization("none", "flat", autocast=False, compiled=False, changes=(),
 def choose(
     asked: Asked, module: nn.Module, layers: Sequence[Layer], trained: Sequence[nn.Parameter]
 ) -> Optimization:
-    """What a level changes for a model, which is not private yet; refuses an unable device."""
+    """Return what a level changes for a plain model; refuse a device that cannot run it."""
     level, device = asked.level, trained[0].device
     clipping = clipping_for(level, asked.clipping, asked.mode)
     autocast = False
@@ -93,7 +93,7 @@ def choose(
     elif level != "none":
         autocast, numerics = _autocast(level, trained)
         changes += numerics
-    # All per-sample gradients, in fp32 or wider.
+    # Size of all per-sample gradients, in fp32 or wider.
     size = sum(max(4, p.element_size()) * p.numel() for p in trained) * asked.public_batch_size
     if level != "aggressive":
         return Optimization(level, clipping, autocast, False, tuple(changes), size)
@@ -104,28 +104,29 @@ def choose(
 
 
 _PRIVACY = (
-    "privacy: epsilon is that of every other level: sampling, noise and clipping are the same, "
-    "and norms, clip factors, sums and noise stay float32 or wider"
+    "privacy: epsilon is that of every other level, since sampling, noise and clipping are the "
+    "same; norms, clip factors, sums and noise stay float32 or wider"
 )
 _OF_16_BIT = (
-    "numerics: products in 16 bit are rounded by kernels that the batch's shape chooses. Batches "
-    "of the private loader have a public number of rows, so no sample chooses for the others. "
-    "BatchMemoryManager's batches, those from elsewhere, and those of a collate_fn that pads to "
-    "the longest sample have not: one sample was seen to move the sum by 1.0009 max_grad_norm "
-    "there, by 1.0083 where that was searched for"
+    "numerics: the shape of a batch determines which kernels compute its 16-bit products, and so "
+    "their rounding. Batches of the private loader have a public number of rows, so no sample "
+    "affects the rounding of others. Batches of BatchMemoryManager, batches from elsewhere, and "
+    "batches of a collate_fn that pads to the longest sample have no public shape. There one "
+    "sample was seen to change the sum by 1.0009 max_grad_norm, and by 1.0083 max_grad_norm in a "
+    "search for large changes"
 )
 _CONSERVATIVE = (
     "numerics: grad_sample_modes differ by rounding alone",
-    "memory: gradients that the planner stores stay within memory_budget",
+    "memory: the per-sample gradients that the planner stores stay within memory_budget",
 )
 
 
 def _of_none(clipping: str) -> tuple[str, ...]:
     return (
         f"clipping: {clipping}; each layer keeps its per-sample gradients; no planner",
-        "numerics: those of the model as it is",
-        "memory: one gradient of each matrix for each sample of the batch, whatever "
-        "memory_budget says",
+        "numerics: unchanged, those of the model",
+        "memory: one gradient per sample of the batch for each parameter; memory_budget has no "
+        "effect",
     )
 
 
@@ -140,14 +141,14 @@ def _clipping(asked: Asked, clipping: str) -> str:
     if asked.clipping is not None:
         return text
     return (
-        f"{text} instead of flat, each module with an equal share of the squared bound: another "
-        "estimate of the gradient, so learning rate and max_grad_norm may want tuning; "
-        "clipping='flat' keeps one norm for all"
+        f"{text} instead of flat; each module has an equal fraction of the squared bound. This "
+        "changes the gradient estimate, so tune learning rate and max_grad_norm again; "
+        "clipping='flat' clips by one norm over all modules"
     )
 
 
 def _autocast(level: str, trained: Sequence[nn.Parameter]) -> tuple[bool, tuple[str, ...]]:
-    """Whether autocast is used, and the sentences about it; refuses a device without bfloat16."""
+    """Whether to use autocast, and sentences about it; refuses a device without bfloat16."""
     device = trained[0].device
     others = sorted({str(p.dtype) for p in trained} - {"torch.float32"})
     if others:
@@ -162,13 +163,13 @@ def _autocast(level: str, trained: Sequence[nn.Parameter]) -> tuple[bool, tuple[
             "optimize='conservative', which keeps the model's own dtype"
         )
     text = (
-        "numerics: the model's forward multiplies in bfloat16 (about 3 digits), its backward too; "
-        "outputs are float32, so losses are. In an autocast region of your own, yours counts"
+        "numerics: the model's forward and backward multiply in bfloat16 (about 3 digits); its "
+        "outputs are float32, so losses are. An autocast region of your own takes precedence"
     )
     fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     if device.type == "cpu" and not fast:
         text += ". This CPU is not known to have bfloat16 instructions, so it may be slower"
-    memory = "memory: activations that the backward needs take about half"
+    memory = "memory: activations saved for the backward take about half as much"
     return True, (text, _OF_16_BIT, memory)
 
 
@@ -179,12 +180,13 @@ def _of_narrow(trained: Sequence[nn.Parameter]) -> tuple[str, ...]:
 
 def _of_compiler(size: int) -> tuple[str, ...]:
     return (
-        "numerics: torch.compile fuses the model's operations where it trains, and rounds less "
-        "often; the first batches take up to minutes; batch sizes do not recompile, but a batch "
-        "of one sample does, once",
-        "memory: per-sample gradients of all layers leave the compiled backward together, "
+        "numerics: in training torch.compile fuses the model's operations, which rounds less "
+        "often. The first batches take up to minutes. New batch sizes do not recompile the "
+        "model, but the first batch of one sample does",
+        "memory: the compiled backward returns the per-sample gradients of all layers together, "
         f"{size / 2**20:,.1f} MiB for a batch of the planned size, whatever modes were planned",
-        "left out: torch.compile's own CUDA graphs, which would replay what must run in each step",
+        "left out: torch.compile's own CUDA graphs, which would replay code that must run anew in "
+        "each step",
     )
 
 
@@ -198,7 +200,7 @@ def _obstacle(
     if any(compiled):
         return "the model is compiled already"
     if asked.mode not in ("auto", "instantiate"):
-        return f"grad_sample_mode={asked.mode!r} was asked for, and a compiled model stores"
+        return f"grad_sample_mode={asked.mode!r} was set, and a compiled model instantiates"
     if asked.ranks.everyone is not None:
         return (
             "several ranks exchange gradients during the backward, and a compiled backward "
@@ -206,12 +208,12 @@ def _obstacle(
         )
     untraced = untraceable(layers)
     if untraced is not None:
-        return f"the forward of module '{untraced}' runs sample by sample, which is not traced"
+        return f"the forward of module '{untraced}' runs sample by sample and cannot be traced"
     if size > asked.memory_budget:
         return (
             f"its per-sample gradients would take {size} bytes together, beyond "
             f"memory_budget={asked.memory_budget}"
         )
     if device.type not in ("cpu", "cuda"):
-        return f"it is not tried on {device.type}"
-    return None if torch._dynamo.is_dynamo_supported() else "it does not know this Python"
+        return f"it was not tested on {device.type}"
+    return None if torch._dynamo.is_dynamo_supported() else "it does not support this Python"

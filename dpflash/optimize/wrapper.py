@@ -1,8 +1,8 @@
 """Wraps the model's forward: batch size, proof of the first batch, autocast, torch.compile.
 
 Autocast and the compiler belong to the optimization level; clipping and noise run in the gates'
-backward, outside of both. Until the model is proven, a forward is repeated with other samples.
-Random masks are seeded around the forward, see `dpflash.privacy.seeds`.
+backward, outside of both. Until the model is proven, each forward is repeated with other samples.
+Random masks are seeded during the forward, see `dpflash.privacy.seeds`.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ from ..verification.uncovered import Uncovered
 from .captured import CapturedCalls, plain_attributes
 from .levels import Optimization
 
-# Tests use a quicker one.
+# Tests set a faster backend.
 _BACKEND = "inductor"
 _LOW = (torch.bfloat16, torch.float16)
 _LONGEST_REASON = 200
 _CALLS_TO_WARN = 3
 _UNREPLACED = (
-    "calls of the private model had samples, or parts of them{where}, that could not be replaced "
-    "by others, so dpflash did not check whether its forward mixes them; see engine.verified. "
-    "Give the model its samples as tensors with the samples first, or as lists with an element "
-    "for each sample"
+    "calls of the private model had samples, or parts of samples{where}, that could not be "
+    "replaced by others, so dpflash did not check whether its forward mixes samples; see "
+    "engine.verified. Give the model its samples as tensors whose first dimension is the batch, "
+    "or as lists with one element for each sample"
 )
 
 
 class ForwardWrapper:
     """The wrapped forward of a model, from `put` to `remove`.
 
-    The model changes its class, as private layers do: it is the same object with the same
-    `state_dict()`, and copies and pickles are of the plain model.
+    The model's class is changed, as for private layers. It stays the same object with the same
+    `state_dict()`, and its copies and pickles are plain models.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class ForwardWrapper:
         self._parameter_device = backward.groups[0].parameters[0].device
         self._device = self._parameter_device.type
         self._compiled = self._compile() if optimization.compiled else None
-        # Users save the inner model of a DistributedDataParallel.
+        # The model inside DistributedDataParallel, whose state_dict users save.
         self._inner = module.module if isinstance(module, DistributedDataParallel) else None
         self._is_plain = self._runs_plain = False
         self._plain_original = plain_class(module)
-        # (module, its class, a class around it, one around the plain class with the same guards).
+        # (module, its class, the wrapping class, and a wrapping class of the plain class)
         around = [_class_around(kind, self) for kind in (self._original, self._plain_original)]
         self._classes = [(module, self._original, *around)]
         if self._inner is not None:
@@ -110,20 +110,20 @@ class ForwardWrapper:
 
     @property
     def optimization(self) -> Optimization:
-        """What the optimization level, and captured graphs, change; whose attention runs."""
+        """What the optimization level and captured graphs change, and which attention runs."""
         found = self._optimization.with_change(self.attention)
         return found if self._captured is None else found.with_change(self._captured.sentence)
 
     @property
     def attention(self) -> str:
-        """Whose attention kernels dense and causal calls of the model get, and why."""
+        """Which attention kernels dense and causal calls of the model use, and why."""
         return describe(self._parameter_device, self._backend())
 
     def _backend(self) -> str:
-        """Whose attention kernels calls of the model may use: the model's, or the loop's."""
+        """The attention backend of calls: the one set for the model, or else for the loop."""
         asked = self._attention_backend
         asked = current_backend() if asked == AUTO else asked
-        # Both backwards of ghost clipping have to give the same gradients.
+        # Both backwards of ghost clipping must give equal gradients.
         return AUTO if asked == FAST and self._backward.planner.may_be_ghost else asked
 
     def put(self) -> None:
@@ -138,12 +138,12 @@ class ForwardWrapper:
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
-        """The model is a plain one inside the block, for public data.
+        """Make the model a plain model inside the block, for public data.
 
         Its layers have no gates, and a forward is neither proven nor seeded. The level's autocast
-        and the checks of buffers and `state_dict` stay.
+        and the checks of buffers and `state_dict` stay active.
         """
-        # Their own classes again, not equal ones: torch.compile guards on them.
+        # The same class objects are restored afterwards: torch.compile guards on them.
         held = [(module, type(module)) for module, *_ in self._classes]
         with plain_layers(self._module):
             for module, _, _, plain in self._classes:
@@ -161,10 +161,10 @@ class ForwardWrapper:
 
     @contextlib.contextmanager
     def _refusing_private(self) -> Iterator[None]:
-        """Refuse rows of the private loader where the loop calls single layers of the model."""
+        """Refuse rows of the private loader in calls of single layers of the model."""
 
         def refuse(module: nn.Module, args: Any, kwargs: Any) -> None:
-            # What other layers computed has other rows.
+            # Tensors with a grad_fn were computed by layers and have other rows.
             if not self._runs_plain:
                 self._refuse_private([x for x in _tensors((args, kwargs)) if x.grad_fn is None])
 
@@ -177,7 +177,7 @@ class ForwardWrapper:
                 hook.remove()
 
     def leave_compiler(self, why: str) -> None:
-        """Go on without torch.compile, and record the reason."""
+        """Continue without torch.compile, and record the reason."""
         if self._compiled is None:
             return
         self._compiled = None
@@ -206,7 +206,7 @@ class ForwardWrapper:
             units = self._backward.forward.units
             rows = self._backward.forward.batch_hint or 0
             most = max(rows, most_samples(args, kwargs)) if units is None else units.size
-            # Ranks that share a model would have to restart together.
+            # Not with several ranks, which would have to restart together.
             if self.unchanged is not None and self._backward.proof.group is None:
                 self._restart_proof(self.unchanged.structure())
             trial, place_trial = self._backward.trial, self._backward.place_trial
@@ -223,7 +223,7 @@ class ForwardWrapper:
 
     @contextlib.contextmanager
     def _sandboxed(self) -> Iterator[None]:
-        """Tell the sandbox of trials where a forward begins and ends."""
+        """Notify the sandbox of trials when a forward begins and ends."""
         trial = self._backward.trial
         if trial is not None:
             with self._backward.step.noting_refusals():
@@ -233,7 +233,7 @@ class ForwardWrapper:
             trial.sandbox.end_forward()
 
     def _replayed(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """What a captured call returns; None where the layers have to run."""
+        """The outputs of a captured call; None if the layers have to run."""
         if self._captured is None:
             return None
         dtype = self._autocast_dtype()
@@ -246,7 +246,7 @@ class ForwardWrapper:
         return self._captured.outputs(setting, (args, kwargs), run, self._keeping_state)
 
     def _tried(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
-        """A forward that is recorded for a trial, or compared with what was recorded."""
+        """Run a forward that is recorded for a trial, or compared with the recorded one."""
         backward, recording = self._backward, self._backward.recording
         if recording is not None and (not recording.has_rows or recording.had_backward):
             return self._called(module, tensors, args, kwargs)
@@ -269,7 +269,7 @@ class ForwardWrapper:
         kwargs: Any,
     ) -> Any:
         before = RandomState(self._parameter_device)
-        # Not for the whole run: an error in the loop would leave dropout off.
+        # Dropout is off during the forward only: an error in the loop would leave it off.
         recorded = self._recorded(tensors, only_dtypes=True)
         with recorded as rows, place_trial.without_dropout, _noting_outputs(rows):
             outputs = self._eagerly(module, self._autocast_dtype(), args, kwargs)
@@ -288,7 +288,7 @@ class ForwardWrapper:
         return self._uncovered.call(tensors, own, is_compiled=self._compiles(module))
 
     def _restart_proof(self, structure: int) -> None:
-        """Begin the proof again if modules or hooks are others than in the call before."""
+        """Begin the proof again if modules or hooks have changed since the previous call."""
         is_other = structure != self._structure
         if is_other:
             refuse_compiled(self._module)
@@ -300,14 +300,14 @@ class ForwardWrapper:
             warn(
                 "modules or hooks of the model changed before each of three calls. The "
                 "test that samples stay apart begins again each time, so a step takes several "
-                "times as long: register hooks once and let them stay, before make_private",
+                "times as long: register hooks once, before make_private, and keep them",
             )
 
     def _proven(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
-        """Run forwards of which the rows are compared, and then the forward itself.
+        """Run forwards whose rows are compared, and then the forward itself.
 
-        It comes last, from the state that the call began with, so that what hooks and objects keep
-        of a forward is of this one.
+        The forward itself runs last, from the state at the beginning of the call, so that hooks
+        and objects keep results of this forward.
         """
         with self._keeping_state() as before, self._backward.forward.aside():
             run = functools.partial(self._repeated, module, before)
@@ -316,7 +316,7 @@ class ForwardWrapper:
 
     @contextlib.contextmanager
     def _keeping_state(self) -> Iterator[_State]:
-        """Restore what forwards inside the block may change."""
+        """Restore the state that forwards inside the block may change."""
         contents = Contents(()) if self.unchanged is None else self.unchanged.allowed_contents()
         before = _State(RandomState(self._parameter_device), contents, self._attributes())
         try:
@@ -342,7 +342,7 @@ class ForwardWrapper:
         call = Call(arguments, size, units)
         left = self._left.varying(call)
         if len(samples) > 1 and not (call.has_samples and left is None):
-            # With as many tokens as samples, single batches are ambiguous.
+            # A single batch with as many tokens as samples is ambiguous, so warn later.
             self._unreplaced += 1
             if self._unreplaced == _CALLS_TO_WARN:
                 where = "" if left is None else f" (argument {left})"
@@ -357,7 +357,7 @@ class ForwardWrapper:
         refusal = refusal or mixed(first, second, unchanged)
         differing: list[str] = []
         if proof.is_any(bool(attributes.differing(kept_by_first))):
-            # The contents of a sample that is not replaced may be what is kept.
+            # The attributes may keep the contents of a sample that was not replaced.
             run(call.of_one(source))
             kept_by_second = self._attributes()
             differing = kept_by_first.differing(kept_by_second)
@@ -387,7 +387,7 @@ class ForwardWrapper:
         *,
         compares: bool = False,
     ) -> ForwardRows:
-        """The rows of a forward that begins in a state, with copies of its or other attributes."""
+        """Run a forward from a state, with copies of its or given attributes; return its rows."""
         state.restore()
         (attributes or state.attributes).restore_copies()
         args, kwargs = copied(arguments)
@@ -401,11 +401,11 @@ class ForwardWrapper:
     def _recorded(
         self, tensors: list[Tensor], *, compares: bool = False, only_dtypes: bool = False
     ) -> Iterator[ForwardRows]:
-        """The rows of the forward inside the block."""
+        """Record the rows of the forward inside the block."""
         forward = self._backward.forward
         rows = ForwardRows(compares=compares, only_dtypes=only_dtypes, units=forward.units)
         rows.dtypes.update(p.dtype for p in self._module.parameters())
-        # Float8 makes of a float32's rounding in another place what is rounding to bfloat16.
+        # Float8 enlarges differences in float32 rounding to the size of bfloat16 rounding.
         rows.dtypes.update([torch.bfloat16] * bool(self._optimization.float8))
         forward.record(rows)
         try:
@@ -444,7 +444,7 @@ class ForwardWrapper:
         return self._eagerly(module, dtype, args, kwargs)
 
     def _batch_size(self, tensors: list[Tensor]) -> int:
-        """B of a call: that of the current microbatch where a tensor has it, else the first."""
+        """B of a call: that of the microbatch if a tensor has it, else of the first tensor."""
         drawn = self._backward.forward.batch_hint
         first = [t.shape[0] for t in tensors]
         return drawn if drawn in first else next(iter(first), 0)
@@ -456,7 +456,7 @@ class ForwardWrapper:
         return self._batch_size(tensors) if size is None else size
 
     def _autocast_dtype(self) -> torch.dtype | None:
-        """Dtype of autocast: the user's own region comes first."""
+        """The dtype of autocast; a region that the user opened takes precedence."""
         if torch.is_autocast_enabled(self._device):
             return torch.get_autocast_dtype(self._device)
         return torch.bfloat16 if self._optimization.autocast else None
@@ -473,7 +473,7 @@ class ForwardWrapper:
         autocast = nullcontext() if dtype is None else torch.autocast(self._device, dtype=dtype)
         with autocast, attention_backend_of_model(self._backend()):
             if inner and self._inner is not None:
-                # DistributedDataParallel prepares for the backward of its last forward.
+                # DistributedDataParallel would prepare for a backward of this forward.
                 outputs = self._inner(*args, **kwargs)
             else:
                 kind = self._plain_original if self._is_plain else self._original
@@ -482,7 +482,7 @@ class ForwardWrapper:
 
     def _plainly(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._refuse_private(_tensors((args, kwargs)))
-        # Of the inner model: the step averages gradients over the ranks.
+        # Of the inner model, since the step averages public gradients over the ranks.
         inner = module is self._module
         self._runs_plain = True
         try:
@@ -496,7 +496,7 @@ class ForwardWrapper:
                 self._seen.refuse_private(given)
 
     def _compiles(self, module: nn.Module) -> bool:
-        """Whether this call runs compiled: with gradients on, and outside of a backward."""
+        """Whether this call runs compiled: with gradients enabled, outside of a backward."""
         return (
             self._compiled is not None
             and module is self._module
@@ -515,7 +515,7 @@ class ForwardWrapper:
                 outputs = forward(module, *args, **kwargs)
             return outputs.float() if widen and _is_low(outputs) else outputs
 
-        # The compiler counts recompilations per code object, so each model needs its own.
+        # The compiler counts recompilations per code object, so each model has its own copy.
         own = types.FunctionType(
             run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__
         )
@@ -526,7 +526,7 @@ class ForwardWrapper:
     ) -> Any:
         handles = self._backward.forward.prepared_handles
         if not handles or handles[0][0].shape[0] != size:
-            # A batch that did not come from the private loader.
+            # The batch did not come from the private loader.
             self._backward.forward.prepare(size)
         if size > 1:
             for tensor in (
@@ -538,7 +538,7 @@ class ForwardWrapper:
         if self._backward.proof.is_on:
             allow_second_backwards()
         self._backward.forward.set_compiled()
-        # Inside the user's autocast region the compiler would autocast the backward too.
+        # In the user's autocast region the compiler would autocast the backward too.
         try:
             with without_autocast(self._device), attention_backend_of_model(self._backend()):
                 outputs = self._compiled(dtype, args, kwargs)
@@ -546,7 +546,7 @@ class ForwardWrapper:
             torch._dynamo.exc.TorchDynamoException,
             torch._dynamo.exc.FailOnRecompileLimitHit,
         ) as error:
-            # Where the model itself fails, this call raises its error.
+            # If the model itself fails, this call raises its error.
             outputs = self._eagerly(self._module, dtype, args, kwargs)
             text = " ".join(str(error).split())
             why = f"it failed: {type(error).__name__}: {text[:_LONGEST_REASON]}"
@@ -577,7 +577,7 @@ def _first_dimensions(tensors: list[Tensor]) -> frozenset[int]:
 
 @contextlib.contextmanager
 def _noting_outputs(rows: ForwardRows) -> Iterator[None]:
-    """Note the dtypes of what modules return, frozen ones and those under an autocast too."""
+    """Note the dtypes of the outputs of all modules, also of frozen and autocast modules."""
 
     def note(module: nn.Module, inputs: Any, outputs: Any) -> None:
         rows.dtypes.update(x.dtype for _, x in tensors_of(outputs))
@@ -591,9 +591,9 @@ def _noting_outputs(rows: ForwardRows) -> Iterator[None]:
 
 def _dropped(packed: None) -> Tensor:
     raise RuntimeError(
-        "the losses use outputs of a forward that ran only for the proof of the first batches, in "
-        "the same call of the model: a list that a hook fills keeps them too. Replace what is "
-        "kept, clear the list where the model's forward begins, or return what the losses need"
+        "the losses use outputs of a forward that ran only to test the first batches, in the same "
+        "call of the model: a list that a hook fills keeps them too. Overwrite kept outputs, "
+        "clear the list where the model's forward begins, or return what the losses need"
     )
 
 
@@ -606,12 +606,10 @@ def _widened(outputs: Any) -> Any:
 
 
 class _Wrapped(CopiedPlain):
-    """A model without a rule of its own, with the wrapped forward."""
+    """Base class of a wrapped model that has no layer rule of its own."""
 
 
 def _class_around(original: type[nn.Module], wrapper: ForwardWrapper) -> type[nn.Module]:
-    """A subclass of the same name with the wrapped forward."""
-
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return wrapper(self, args, kwargs)
@@ -620,7 +618,6 @@ def _class_around(original: type[nn.Module], wrapper: ForwardWrapper) -> type[nn
 
 
 def _class_with(original: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
-    """A subclass of the same name with other methods."""
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     if not issubclass(original, PrivateModule):
         return type(original.__name__, (_Wrapped, original), {**methods, **names})
@@ -630,7 +627,7 @@ def _class_with(original: type[nn.Module], methods: dict[str, Any]) -> type[nn.M
 
 
 def _guards(original: type[nn.Module], wrapper: ForwardWrapper, prefix: str) -> dict[str, Any]:
-    """Methods that check the model's state before it leaves, and note intended changes."""
+    """Methods that check the model's state before it is saved or copied, and note loads."""
     unchanged = wrapper.unchanged
     if unchanged is None:
         return {}

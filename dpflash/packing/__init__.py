@@ -1,4 +1,4 @@
-"""Batches whose rows are no samples: packed documents, and pairs of rows."""
+"""Batches whose samples are not single rows: packed documents, and pairs of rows."""
 
 from .pack import PackedBatch, PackTo, pack
 from .pairs import Pairs

@@ -19,28 +19,29 @@ from .units import Units
 Parts = list[tuple[Tensor, Tensor | None]]
 
 IGNORED = -100
-# Padding is cut into pieces of so many tokens.
+# Padding is cut into pieces of 64 tokens.
 _PADDING = 64
-# Documents that begin at multiples of so many tokens are in the same place of a vector and of a
-# tile, whatever is packed before them.
+# A document that begins at a multiple of 64 tokens has the same position in vectors and tiles,
+# whatever is packed before it.
 EXACT_ALIGN = 64
 
 
 class PackedBatch(dict[str, Tensor]):
-    """Documents that are packed into rows. Its entries are attributes too.
+    """Documents that are packed into rows. Its entries are also attributes:
 
-    ``sample_index`` `[R, T]`, int64, has the number of each token's document, and -1 for padding;
-    ``position_ids`` `[R, T]`, int64, count from each document's begin (in a document of several
-    rows, from the begin of each row), and are 0 in padding; ``cu_seqlens`` `[S]`, int32, has the
-    borders of the documents, and those of padding in pieces, counted through the rows one after
-    the other. It repeats the last one up to a length S that depends on U, R and T alone where a
-    sample is one document. ``input_ids`` `[R, T]` is 0 in padding. ``labels`` `[R, T]` are the
-    tokens that are to be predicted, not shifted, as Hugging Face's models take them: -100 in
-    padding, and for the first token of a document or row, which nothing predicts.
+    - ``input_ids`` `[R, T]`: tokens; 0 in padding.
+    - ``labels`` `[R, T]`: the tokens to predict, unshifted, as Hugging Face's models take them. It
+      is -100 in padding and for the first token of a document or row, which nothing predicts.
+    - ``sample_index`` `[R, T]`, int64: the index of each token's document; -1 in padding.
+    - ``position_ids`` `[R, T]`, int64: positions from the document's first token, or from the
+      first token of each row if the document has several rows; 0 in padding.
+    - ``cu_seqlens`` `[S]`, int32: borders of documents and of pieces of padding, as positions in
+      all rows joined. The last border is repeated up to length S, which depends on U, R and T
+      alone if each sample is one document.
 
     Attributes:
-        units: the positions of the U documents, some of which may have none.
-        longest: the greatest number of tokens that see each other.
+        units: the positions of the U documents; a document may have none.
+        longest: the largest number of tokens that attend to each other.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class PackedBatch(dict[str, Tensor]):
 
     @property
     def targets(self) -> Tensor:
-        """`[R, T]`, int64: the next token at each position; -100 where there is none."""
+        """`[R, T]`, int64: the next token of each position; -100 if there is none."""
         if "targets" in self:
             return self["targets"]
         shifted = torch.full_like(self.labels, IGNORED)
@@ -74,10 +75,10 @@ class PackedBatch(dict[str, Tensor]):
         return shifted
 
     def columns(self, first: int, last: int) -> PackedBatch:
-        """The tokens `first` up to, not including, `last` of all rows.
+        """Return the tokens `first` to `last` - 1 of each row.
 
-        It has ``targets`` in place of labels, which would be shifted within them, and ``units`` of
-        these tokens. ``cu_seqlens`` and ``longest`` are those of the whole batch.
+        The result has ``targets`` instead of labels, since a model would shift labels within the
+        cut rows. Its ``units`` are cut too; ``cu_seqlens`` and ``longest`` are the whole batch's.
         """
         of_tokens = {**self, "targets": self.targets}
         del of_tokens["labels"], of_tokens["cu_seqlens"]
@@ -86,11 +87,11 @@ class PackedBatch(dict[str, Tensor]):
         return PackedBatch(entries, self.units.columns(first, last), self.longest)
 
     def to(self, *args: Any, **kwargs: Any) -> PackedBatch:
-        """The batch with its tensors moved, as by `torch.Tensor.to`."""
+        """Return the batch with its tensors moved by `torch.Tensor.to`."""
         return self._changed({k: t.to(*args, **kwargs) for k, t in self.items()})
 
     def pin_memory(self) -> PackedBatch:
-        """The batch in pinned memory."""
+        """Return the batch in pinned memory."""
         return self._changed({k: t.pin_memory() for k, t in self.items()})
 
     def _changed(self, entries: Mapping[str, Tensor]) -> PackedBatch:
@@ -108,15 +109,15 @@ def _longest(cu_seqlens: Tensor, units: Units) -> int:
 
 
 class Places:
-    """Finds places for documents, one after the other, in rows of one length.
+    """Finds places for documents, one after the other, in rows of equal length.
 
     A document longer than a row begins at the first of several empty rows.
 
     Args:
-        tokens: of all rows.
+        tokens: number of tokens of all rows together.
         max_documents: U.
         rows: R.
-        align: documents begin at multiples of this many tokens of a row.
+        align: documents begin at multiples of `align` tokens in a row.
     """
 
     def __init__(self, tokens: int, max_documents: int, rows: int, align: int) -> None:
@@ -127,7 +128,7 @@ class Places:
         self._used = [0] * rows
 
     def add(self, length: int) -> bool:
-        """Place one more document; returns whether there was room for it."""
+        """Place a document; return whether there was room for it."""
         if len(self.spans) == self._max:
             return False
         if length == 0:
@@ -149,27 +150,28 @@ class Places:
 
 
 class PackTo:
-    """A `collate_fn` that packs documents into rows, each document one sample.
+    """A `collate_fn` that packs documents into rows. Each document is one sample.
 
-    `make_private` with a DataLoader of this collate_fn draws documents, and puts as many of them
+    `make_private` with a DataLoader of this collate_fn draws documents, and packs as many of them
     into a microbatch as fit. The shapes are public.
 
     Args:
-        tokens: of a microbatch, in all of its rows. A longer document is cut to its first ones.
-        max_documents: U, of a microbatch; also the number of losses.
-        rows: R, which divides tokens. A document longer than a row is cut into windows, one a
-            row, that do not see each other, and is still one sample.
-        align: documents begin at multiples of this many tokens of a row, a divisor of
+        tokens: number of tokens of a microbatch, over all of its rows. A longer document is cut to
+            its first `tokens` tokens.
+        max_documents: U, the most documents of a microbatch, and also its number of losses.
+        rows: R, which must divide tokens. A document longer than a row is cut into windows of one
+            row each. The windows do not attend to each other, but are still one sample.
+        align: documents begin at multiples of `align` tokens in a row; it must divide
             tokens / rows. With a multiple of 64, a document's gradients have the same bits
             wherever it is packed, see docs/packing.md.
 
     A document is a 1-D tensor or a list of token ids, or a mapping with these as ``input_ids`` and
-    optionally ``labels``, not shifted, of the same length. A list of documents is one sample too:
-    they stand one after the other, and none sees another. Any other object has no tokens,
-    so it adds nothing, see "One bad entry" in docs/training.md.
+    optionally unshifted ``labels`` of the same length. A list of documents is one sample: they are
+    packed one after the other and do not attend to each other. Any other object has no tokens and
+    contributes zero, see "One bad entry" in docs/training.md.
 
     Raises:
-        ValueError: an argument is no positive integer, or does not divide as above.
+        ValueError: an argument is not a positive integer, or does not divide as required.
     """
 
     def __init__(self, *, tokens: int, max_documents: int, rows: int = 1, align: int = 1) -> None:
@@ -189,17 +191,17 @@ class PackTo:
         self.align = align
 
     def places(self) -> Places:
-        """The places of an empty microbatch."""
+        """Return the places of an empty microbatch."""
         return Places(self.tokens, self.max_documents, self.rows, self.align)
 
     def length_of(self, document: Any) -> int:
-        """The number of a document's tokens, at most `tokens`; 0 for what is no document."""
+        """Return a document's number of tokens, at most `tokens`; 0 if it is not a document."""
         return sum(len(tokens) for tokens, _ in self.read(document))
 
     def read(self, document: Any, at_most: int | None = None) -> Parts:
-        """(tokens, labels) of each part of a document; of no document none.
+        """Return (tokens, labels) of each part of a document; none if it is not a document.
 
-        They have `at_most` tokens together, by default `tokens`; what follows is cut off.
+        The parts are cut to `at_most` tokens together, by default `tokens`.
         """
         parts, left = [], self.tokens if at_most is None else at_most
         for tokens, labels in _parts_of(document):
@@ -208,7 +210,7 @@ class PackTo:
         return parts
 
     def microbatches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """The documents of each microbatch, by their numbers, for documents of these lengths.
+        """Divide documents of these lengths into microbatches; return their indices in each.
 
         The longest documents are placed first, each in the first microbatch that has room.
         """
@@ -226,18 +228,18 @@ class PackTo:
         return filled
 
     def __call__(self, documents: Sequence[Any]) -> PackedBatch:
-        """The batch of these documents, in this order."""
+        """Pack these documents into one batch, in this order."""
         return self.packed([self.read(document) for document in documents])
 
     def packed(self, given: Sequence[Parts], room: Sequence[int] | None = None) -> PackedBatch:
-        """The batch of documents that `read` returned.
+        """Pack documents that `read` returned into one batch.
 
         Args:
             given: the documents.
-            room: tokens to reserve for each, by default as many as it has.
+            room: tokens to reserve for each document, by default its number of tokens.
 
         Raises:
-            PrivateRefusal: they do not fit into one.
+            PrivateRefusal: the documents do not fit into one batch.
         """
         places = self.places()
         lengths = [sum(len(tokens) for tokens, _ in parts) for parts in given]
@@ -271,7 +273,7 @@ def pack(
         The batch. Document i is sample i; samples after the last document have no tokens.
 
     Raises:
-        ValueError: an argument is not one that `PackTo` takes.
+        ValueError: `PackTo` refuses an argument.
         PrivateRefusal: the documents do not fit.
     """
     return PackTo(tokens=tokens, max_documents=max_documents, rows=rows, align=align)(documents)
@@ -306,11 +308,11 @@ def _entries(units: Units, given: Sequence[Parts]) -> dict[str, Tensor]:
 
 
 def cu_seqlens_of(units: Units, inner: Iterable[int]) -> Tensor:
-    """``cu_seqlens`` of a `PackedBatch`; `inner` are borders within documents."""
+    """Return ``cu_seqlens`` of a `PackedBatch`; `inner` has the borders within samples."""
     rows, width = units.shape
     borders = {0, units.positions, *(end for span in units.spans for end in span), *inner}
     borders |= set(range(0, units.positions, width))
-    # Attention over all of the padding would cost more than that over the documents.
+    # Without these borders, attention within the padding would cost more than in the documents.
     padded = (units.index == units.size).tolist()
     borders |= {t for t in range(0, units.positions, _PADDING) if padded[t]}
     most = 2 * (units.size + rows) + units.positions // _PADDING + 1
@@ -320,7 +322,7 @@ def cu_seqlens_of(units: Units, inner: Iterable[int]) -> Tensor:
 
 
 def _parts_of(sample: Any) -> Parts:
-    """(tokens, labels) of each document of a sample; what is no document is left out."""
+    """(tokens, labels) of each document of a sample; other objects are left out."""
     several = isinstance(sample, list | tuple) and sample and not isinstance(sample[0], Number)
     if not several or isinstance(sample[0], Tensor) and sample[0].ndim == 0:
         sample = [sample]
@@ -337,7 +339,7 @@ def _parts_of(sample: Any) -> Parts:
 
 
 def _ids(values: Any) -> Tensor | None:
-    """`[n]`, int64, of a 1-D tensor or a list of integers; None of anything else."""
+    """Convert a 1-D tensor or a list of integers to `[n]`, int64; return None for other values."""
     try:
         ids = torch.as_tensor(values).cpu().to_dense()
     except Exception:

@@ -14,22 +14,23 @@ from .units import Units
 
 
 class Pairs:
-    """A `collate_fn` whose samples are pairs of rows, each pair clipped as one.
+    """A `collate_fn` whose samples are pairs of rows; the gradient of each pair is clipped.
 
-    `make_private` with a DataLoader of this collate_fn draws pairs: the privacy unit is the
-    preference pair, a microbatch has `physical_batch_size` of them, and `engine.backward` takes
-    one loss for each, `[B]`, or one for each row, `[2 B]`, of which it takes the mean of a pair.
-    Give the model the rows of `Pairs.rows(batch)`, in which those of a pair follow each other.
+    `make_private` with a DataLoader of this collate_fn draws pairs. The privacy unit is the
+    preference pair, and a microbatch has `physical_batch_size` pairs. `engine.backward` takes one
+    loss for each pair, `[B]`, or one for each row, `[2 B]`, and then averages the two of a pair.
+    Give the model `Pairs.rows(batch)`, in which the two rows of a pair follow each other.
 
     Args:
-        collate: from n entries to a mapping of tensors: `[2 n, ...]` with the first row of each
-            pair before all second ones, as TRL makes them, or `[n]` with a number for each pair.
+        collate: function from a list of n entries to a mapping of tensors. A tensor is either
+            `[2 n, ...]`, with the first rows of all pairs before all second rows, as TRL makes
+            them, or `[n]`, with a number for each pair.
 
     Returns:
-        The mapping with `[B, 2, ...]` for the former.
+        The mapping, in which tensors `[2 n, ...]` have become `[n, 2, ...]`.
 
     Raises:
-        ValueError: the batch is no mapping, or a tensor has another shape.
+        ValueError: the batch is not a mapping, or a tensor has another shape.
     """
 
     ROWS = 2
@@ -48,12 +49,12 @@ class Pairs:
 
     @staticmethod
     def rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The batch with `[2 B, ...]` in place of `[B, 2, ...]`; pair i has rows 2 i, 2 i + 1."""
+        """Reshape `[B, 2, ...]` of a batch to `[2 B, ...]`; pair i has rows 2 i and 2 i + 1."""
         return {name: x.flatten(0, 1) if x.ndim > 1 else x for name, x in batch.items()}
 
     @staticmethod
     def units(size: int) -> Units:
-        """The rows of each of `size` pairs."""
+        """Return the rows of each of `size` pairs as units."""
         spans = ((Pairs.ROWS * pair, Pairs.ROWS * (pair + 1)) for pair in range(size))
         return Units((Pairs.ROWS * size,), tuple(spans))
 
@@ -66,5 +67,5 @@ def _by_pair(name: str, x: Any, size: int) -> Tensor:
     found = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
     raise ValueError(
         f"batch[{name!r}] of {size} pairs is {found}: expected a tensor [{Pairs.ROWS * size}, "
-        f"...], the first row of each pair before all second ones, or [{size}], a number for each"
+        f"...], all first rows before all second rows, or [{size}] with a number for each pair"
     )

@@ -1,8 +1,8 @@
-"""Units: which rows or tokens of a microbatch belong to which privacy unit, if a unit is no row.
+"""Units: which rows or tokens of a microbatch belong to which privacy unit.
 
-Documents packed into rows are units of tokens; users with several examples are units of rows.
+Packed documents are units of tokens. Users with several entries, and pairs, are units of rows.
 
-Letters: U units, R rows, T tokens of a row, N = R T positions.
+Letters: U units, R rows, T tokens of a row, N positions: R T tokens, or R rows if units are rows.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..refusal import PrivateRefusal
 
 @dataclass(frozen=True)
 class Units:
-    """The positions of each unit, which are next to each other in row-major order.
+    """The positions of each unit, which are contiguous in row-major order.
 
     Attributes:
-        shape: leading dimensions of the batch: `(R,)` where units are of rows, `(R, T)` where they
-            are of tokens.
-        spans: (first position, end) of each unit; equal for a unit without any.
+        shape: leading dimensions of the batch: `(R,)` if units consist of rows, `(R, T)` if they
+            consist of tokens.
+        spans: (first position, end) of each unit; first = end for a unit without positions.
     """
 
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Units:
 
     @property
     def size(self) -> int:
-        """U."""
+        """U, the number of units."""
         return len(self.spans)
 
     @property
@@ -55,7 +55,7 @@ class Units:
         return len(self.shape) == 1
 
     def mean(self, values: Tensor) -> Tensor:
-        """`[U]`: the mean of values `[N]` over the positions of each unit; 0 where it has none."""
+        """Average values `[N]` over each unit: `[U]`, 0 for a unit without positions."""
         index = self.index.to(values.device)
         sums = values.new_zeros(self.size + 1).index_add(0, index, values)
         counts = torch.bincount(index, minlength=self.size + 1).clamp(min=1)
@@ -63,12 +63,12 @@ class Units:
 
     @property
     def positions(self) -> int:
-        """N; the number of rows where units consist of rows."""
+        """N, the number of positions."""
         return math.prod(self.shape)
 
     @cached_property
     def index(self) -> Tensor:
-        """`[N]`, int64, on the CPU: the unit of each position; U for those of none."""
+        """`[N]`, int64, on the CPU: the unit of each position; U if it belongs to no unit."""
         index = torch.full((self.positions,), self.size)
         for unit, (start, end) in enumerate(self.spans):
             index[start:end] = unit
@@ -77,12 +77,12 @@ class Units:
     def columns(self, first: int, last: int) -> Units:
         """Restrict units of tokens to the tokens `first` to `last` - 1 of each row.
 
-        Units and rows keep their numbers; a unit without such tokens has none.
+        Units and rows keep their numbers; a unit may have no tokens left.
         """
         (rows, width), kept = self.shape, last - first
 
         def place(position: int) -> int:
-            """How many kept positions are before a position."""
+            """Number of kept positions before a position."""
             row, column = divmod(position, width)
             return row * kept + min(max(column - first, 0), kept)
 
@@ -90,16 +90,16 @@ class Units:
         return Units((rows, kept), tuple(s if s[0] != s[1] else (0, 0) for s in spans))
 
     def pieces(self) -> list[tuple[int, int]]:
-        """(unit, number of positions) of each unit's part of each row, in order.
+        """Return (unit, number of positions) of each part of a unit in a row, in order.
 
-        The unit is U for positions that belong to none.
+        Positions that belong to no unit form parts with unit U.
         """
         key = self.index.view(self.shape) + (self.size + 1) * torch.arange(self.shape[0])[:, None]
         keys, counts = torch.unique_consecutive(key, return_counts=True)
         return list(zip((keys % (self.size + 1)).tolist(), counts.tolist(), strict=True))
 
     def flattened(self, x: Tensor, layer: str) -> Tensor:
-        """`[n, ...]` of x `[*shape, ...]`, or of x `[N, ...]`, n a multiple of N.
+        """Flatten the leading dimensions of x `[*shape, ...]` or `[N, ...]` to one: `[N, ...]`.
 
         Raises:
             PrivateRefusal: x has other leading dimensions.
@@ -110,53 +110,53 @@ class Units:
         if x.ndim and x.shape[0] == self.positions:
             return x
         raise PrivateRefusal(
-            f"input of layer '{layer}' does not begin with the rows of users (unit_of) or pairs, "
-            "or the two dimensions of packed documents or their product, so that no unit of an "
-            "entry is known. Give the model all rows in one call, each row or token with an entry "
-            "of its own, and call it on other data under torch.no_grad()",
+            f"input of layer '{layer}' does not have one entry for each of the rows of users "
+            "(unit_of) or pairs, or for each token of packed documents ([rows, tokens, ...] or "
+            "[rows * tokens, ...]), so the privacy unit of its entries is unknown. Give the model "
+            "all rows in one call, and call it on other data under torch.no_grad()",
             shape=tuple(x.shape),
             batch=self.shape,
         ) from None
 
     def entries(self, unit: int, n: int) -> slice:
-        """The entries of one unit in tensors `[n, ...]`."""
+        """Return the slice of one unit's entries in tensors `[n, ...]`, n a multiple of N."""
         each = n // max(1, self.positions)
         start, end = self.spans[unit]
         return slice(start * each, end * each)
 
     def spans_of(self, n: int) -> tuple[tuple[int, int], ...]:
-        """(first entry, end) of each unit in tensors `[n, ...]`."""
+        """Return (first entry, end) of each unit in tensors `[n, ...]`, n a multiple of N."""
         each = n // max(1, self.positions)
         if each == 1:
             return self.spans
         return tuple((start * each, end * each) for start, end in self.spans)
 
     def of_entries(self, values: Tensor, n: int) -> Tensor:
-        """`[n, ...]`: for each entry the value of its unit, of values `[U, ...]`; 0 for none."""
+        """Expand values `[U, ...]` of units to `[n, ...]` entries; 0 for entries of no unit."""
         none = values.new_zeros(1, *values.shape[1:])
         own = torch.cat([values, none])[self.index.to(values.device)]
         return own.repeat_interleave(n // max(1, self.positions), 0)
 
     def summed(self, x: Tensor) -> Tensor:
-        """`[U, ...]`: sums of x `[n, ...]` over the entries of each unit, in fp32 or wider."""
+        """Sum x `[n, ...]` over the entries of each unit: `[U, ...]`, in fp32 or wider."""
         return span_sum(x if x.is_floating_point() else x.float(), self.spans_of(len(x)))
 
     def padded(self, x: Tensor) -> Tensor:
-        """`[U, L, ...]`: the entries of each unit of x `[n, ...]`, padded with zeros."""
+        """Stack the entries of each unit of x `[n, ...]`: `[U, L, ...]`, padded with zeros."""
         entries = [x[start:end] for start, end in self.spans_of(len(x))]
         if not any(map(len, entries)):
             return x.new_zeros(self.size, 1, *x.shape[1:])
         return pad_sequence(entries, batch_first=True)
 
     def describes(self, x: Tensor) -> bool:
-        """Whether x `[*shape]` holds positions of the units of tokens, not their contents."""
+        """Whether x `[*shape]` holds unit numbers or positions of tokens, not contents."""
         if self.are_rows or x.is_floating_point() or tuple(x.shape) != self.shape:
             return False
         flat, index = x.detach().flatten().cpu(), self.index
         own = index < self.size
         if torch.equal(flat[own], index[own].to(flat.dtype)):
             return True
-        # Positions count up by one, but for the begins of units and rows.
+        # Positions count up by one within a unit; they may restart in each row.
         width = self.shape[-1]
         for start, end in self.spans:
             steps = torch.arange(start, end) % width
@@ -166,11 +166,11 @@ class Units:
         return True
 
     def order_of(self, source: Tensor) -> Tensor:
-        """`[N]`, int64: the position whose contents each position gets.
+        """`[N]`, int64: for each position, the position whose contents replace its own.
 
         Args:
-            source: `[U]`, int64: the unit whose contents each unit gets, repeated or cut to its
-                own length.
+            source: `[U]`, int64: for each unit, the unit whose contents replace its own, repeated
+                or cut to its length.
         """
         order = torch.arange(self.positions)
         for unit, other in enumerate(source.tolist()):

@@ -33,8 +33,8 @@ __all__ = [
     "check_loader",
 ]
 
-# The module of each name. It is imported on first use: a model needs only `slots` and `tracker`,
-# not the accounting and scipy that `loader` and `samplers` import.
+# The module of each name. It is imported on first use: private models need only `slots` and
+# `tracker`, without the accounting and scipy that `loader` and `samplers` import.
 _MODULES = {
     **dict.fromkeys(("SAMPLINGS", "SamplingPlan", "check_loader"), "plan"),
     **dict.fromkeys(

@@ -1,4 +1,4 @@
-"""The tensors of a batch, and those that a loop makes of its arrays, lists and objects."""
+"""The tensors of a batch, and tensors that a loop may make from its arrays, lists and objects."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _WIDE = {torch.float64: torch.float32, torch.int32: torch.int64, torch.int16: to
 
 
 def batch_tensors(batch: Any, size: int) -> list[Tensor]:
-    """The tensors of a batch, and its arrays and lists of numbers as tensors.
+    """Return the tensors of a batch, and its arrays and lists of numbers as tensors.
 
-    Where each sample has a tensor of its own, they are stacked too, padded with zeros. Tensors
-    that all have a row for each sample are of whole batches instead.
+    If each sample has a tensor of its own, these are also stacked, padded with zeros. Tensors that
+    all have one row for each sample are not stacked.
 
     Args:
-        batch: of any nesting.
-        size: the number of its rows.
+        batch: the batch, arbitrarily nested.
+        size: the number of rows of the batch.
     """
     leaves = list(_leaves(batch))
     groups: dict[Any, list[Tensor]] = defaultdict(list)
@@ -52,7 +52,7 @@ def _leaves(value: Any, depth: int = 0) -> Iterator[Tensor]:
 
 
 def _widened(x: Tensor) -> Iterator[Tensor]:
-    """The tensor, and as the dtype that models take."""
+    """Yield the tensor, and its copy in the dtype that models take if that differs."""
     yield x
     if x.dtype in _WIDE:
         yield x.to(_WIDE[x.dtype])

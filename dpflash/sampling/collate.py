@@ -1,14 +1,13 @@
-"""Tries the user's collate function: row i must depend on entry i alone.
+"""Tests the user's collate function: row i must depend on entry i alone.
 
-What all rows share, such as a number, must not depend on the entries at all; lengths may.
+A value that all rows share, such as a number, must not depend on the entries; lengths may. The
+function must not keep anything of a batch for the next batch. The same is tested for a dataset's
+`__getitems__`, which reads several entries at once.
 
-Nor may the function keep anything of a batch for the next one. The same is tried with what reads
-several entries at once, `__getitems__`.
-
-It does not see mixing below rounding, or that is rare; randomness with more random numbers for
-some entries than for others; what a dataset keeps, and what a function keeps in objects that
-cannot be set back; results whose first dimension is not the batch (packed ones), or of unknown
-classes; and mixing in `__getitem__`. Where randomness cannot be set back, it says so.
+The test does not detect mixing that is rare or below rounding; functions that draw more random
+numbers for some entries than for others; state that a dataset keeps, or that a function keeps in
+objects that cannot be restored; results of unknown classes, or whose first dimension is not the
+batch (packed ones); and mixing in `__getitem__`. A warning says if randomness cannot be reset.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from .entries import Collate, Collated, FittingCollate, ReadableEntries, copied,
 from .order_trial import moves_rows
 
 _ENTRIES = 6
-# With the first four the first uniform number of Python, of torch, and of NumPy's old and new
-# generators is below 0.05 once and above 0.95 once, for what is drawn rarely.
+# For the first four seeds, the first uniform number of each generator (Python's, torch's, NumPy's
+# old and new) is once below 0.05 and once above 0.95, so that rare branches are taken.
 _SEEDS = (56, 34, 119, 31, *range(20))
 _REPEATS = 8
 _ALIKE, _OTHERS = 24, 16
@@ -48,28 +47,28 @@ _ROUNDING = 1e-6
 def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
     """Refuse a loader whose collate function makes batches that cannot be trained on privately.
 
-    That is one that visibly mixes or sorts the entries of a batch, keeps what it makes of one for
-    the next, makes nested tensors, or has no field with one row for each entry. So is a dataset
-    whose `__getitems__` mixes or sorts them. The function is called about 150 times on entries of
-    the dataset, or about 300 times if it or the dataset draws random numbers; each of the trials
-    ends after three seconds. Random states are restored. Where DataLoader workers fetch the
-    entries, these workers try it, see `TriedCollate`. A warning says where a function that does
-    not repeat itself could not be tried.
+    Such a function visibly mixes or sorts the entries of a batch, keeps values of one batch for
+    the next, makes nested tensors, or makes no field with one row for each entry. A dataset whose
+    `__getitems__` mixes or sorts entries is refused too. The function is called about 150 times on
+    entries of the dataset, or about 300 times if it or the dataset draws random numbers. Each test
+    ends after three seconds. Random states are restored. If DataLoader workers fetch the entries,
+    the workers run the tests, see `TriedCollate`. A warning says if a function could not be tested
+    because it does not repeat itself.
 
     Args:
         may_sort: whether rows may be in another order than the entries.
 
     Raises:
-        PrivateRefusal: naming the function; no value is shown.
+        PrivateRefusal: the message names the function and shows no value.
     """
     if not loader.num_workers:
         _try(FittingCollate(loader.collate_fn, ReadableEntries(loader.dataset)), may_sort)
 
 
 class TriedCollate:
-    """A collate function that a DataLoader worker tries before its first batch.
+    """A collate function that each DataLoader worker tests before its first batch.
 
-    In the main process, files that the dataset opens lazily would be open before the fork.
+    A test in the main process would open files before the fork that a dataset opens lazily.
     """
 
     def __init__(self, collate: FittingCollate, *, may_sort: bool):
@@ -85,7 +84,7 @@ class TriedCollate:
 
 
 def _try(fitting: FittingCollate, may_sort: bool) -> None:
-    """Try the function on entries from all over the dataset, as `refuse_mixing` says."""
+    """Run the tests of `refuse_mixing` on entries from all over the dataset."""
     collate, dataset = fitting.collate, fitting.dataset
     is_known = _is_known(collate)
     if is_known and not dataset.reads_together:
@@ -112,8 +111,9 @@ def _try(fitting: FittingCollate, may_sort: bool) -> None:
         name = either if dataset.reads_together else own
         raise PrivateRefusal(
             f"{name} puts the rows in another order than the entries that it is "
-            "given. Padding rows are known by their position, so keep the order, and sort inside "
-            "of the model where a layer needs it (pack_padded_sequence has enforce_sorted=False)"
+            "given. Padding rows are identified by their position, so keep the order, and sort "
+            "inside of the model if a layer needs it (pack_padded_sequence has "
+            "enforce_sorted=False)"
         ) from None
 
 
@@ -124,14 +124,14 @@ def _is_known(collate: Collate) -> bool:
 def _refuse(
     name: str, collate: Collate, entries: list[Any], before: FunctionState | None = None
 ) -> None:
-    """Try a function.
+    """Test a function, and refuse it if a test fails.
 
     Args:
-        name: what messages call it.
+        name: the function's name in messages.
         collate: the function.
-        entries: each of which it accepts; indices for one that reads them too.
-        before: what it kept before its first call; None for a function that reads a dataset, to
-            which this may not be set back, since files may be open.
+        entries: entries that the function accepts, or indices if it also reads the entries.
+        before: the function's state before its first call; None for a function that reads a
+            dataset, whose state is not restored since it may hold open files.
     """
     keeps = False
     try:
@@ -146,18 +146,18 @@ def _refuse(
         return  # The function does not accept such batches.
     if keeps:
         raise PrivateRefusal(
-            f"{name} keeps what it computes of one batch for the next (as a running mean, a "
-            "scaler that is fitted on the first batch, or numbers for labels as they come), so "
-            "one entry changes the rows of others. Compute it once from public data, before "
-            "training"
+            f"{name} keeps what it computes of one batch for the next (such as a running mean, a "
+            "scaler fitted on the first batch, or a numbering of labels in order of appearance), "
+            "so one entry changes the rows of others. Compute these values once from public data, "
+            "before training"
         ) from None
     if refusal is not None:
         raise PrivateRefusal(f"{name} {refusal}") from None
     if shared is not None:
         raise PrivateRefusal(
-            f"{name} makes batch{shared} from all entries of the batch (as "
-            "a mean, a scale or a count), and every row's gradient would depend on it. Leave it "
-            "out, and compute it for each row, or once from public data"
+            f"{name} makes batch{shared} from all entries of the batch (such as a mean, a scale "
+            "or a count), and every row's gradient would depend on it. Remove this field, and "
+            "compute its value for each row, or once from public data"
         ) from None
     if joins:
         raise PrivateRefusal(
@@ -168,25 +168,24 @@ def _refuse(
         ) from None
     if mixes:
         raise PrivateRefusal(
-            f"{name} mixes the entries of a batch: a row changes with the "
-            "other entries (as by mixup, batch statistics, or weights that sum to 1), so one "
-            "entry may change the sum by more than max_grad_norm. Make each row of its own entry "
-            "alone"
+            f"{name} mixes the entries of a batch: a row changes with the other entries (by "
+            "mixup, batch statistics, or weights that sum to 1, for instance), so one entry may "
+            "change the sum by more than max_grad_norm. Make each row from its own entry alone"
         ) from None
     if trial.is_unrepeated:
         warn(
             f"{name} could not be tried: it makes other rows of the same entries in each call, by "
             "random numbers that cannot be set back (numpy.random.default_rng() or "
-            "random.SystemRandom() inside of the function) or by what it keeps. "
+            "random.SystemRandom() inside of the function) or by state that it keeps. "
             "If it mixes the entries of a batch, one entry may change the sum by more than "
-            "max_grad_norm. Draw from the global generators of torch, NumPy or Python, or from "
-            "one in an attribute or a variable of the function",
+            "max_grad_norm. Draw from the global generators of torch, NumPy or Python, or from a "
+            "generator in an attribute or a variable of the function",
             PrivateWarning,
         )
 
 
 def _odd_field(batch: Any, size: int) -> str | None:
-    """What is wrong with a batch of two entries (or one), by the name of the field, or None."""
+    """What is wrong with a field of a batch of two entries (or one), or None."""
     tensors = list(tensors_of(batch))
     for place, x in tensors:
         if x.is_nested:
@@ -199,8 +198,8 @@ def _odd_field(batch: Any, size: int) -> str | None:
     place, x = tensors[0]
     return (
         f"makes batch{place} of another size than it got entries, and no field of the batch has "
-        "one row for each entry: return the samples in the first dimension, [B, ...], "
-        "such as by batch.transpose(0, 1), and one sample for each entry"
+        "one row for each entry: return one sample for each entry, with the samples in the first "
+        "dimension, [B, ...], for instance by batch.transpose(0, 1)"
     )
 
 
@@ -233,12 +232,12 @@ class _Collated:
 
 
 class _Trial:
-    """Tries a collate function on batches of different entries."""
+    """Runs a collate function on batches of different entries and compares the rows."""
 
     def __init__(self, collate: Collate, entries: list[Any], *, of_indices: bool = False):
         self._collate = collate
         self._entries = entries
-        # Datasets may read in the order of indices, and so draw for the first one first.
+        # Datasets may read in the order of indices: the last ones never get the first numbers.
         self._turns = max(1, len(entries) - 2) if of_indices else len(entries)
         # A batch of another size shows which dimensions are the batch.
         self.two = self._batch(entries[:2])
@@ -248,10 +247,10 @@ class _Trial:
         self.is_unrepeated = False
 
     def keeps_entries(self, before: FunctionState) -> bool:
-        """Whether a batch depends on the entries of the one before it.
+        """Whether a batch depends on the entries of the previous batch.
 
         Args:
-            before: what the function kept before its first call.
+            before: the function's state before its first call.
         """
         deadline = time.monotonic() + _SECONDS
         count = len(self._entries)
@@ -276,8 +275,8 @@ class _Trial:
         """Whether an entry's row depends on the other entries, given one random state.
 
         The order of rows is ignored, because some loaders may sort. A function that does not
-        repeat itself is tried again with what it keeps set back in each call. If it still does
-        not, batches that repeat one entry show whether it is random by itself.
+        repeat itself is tested again with its state restored before each call. If it still does
+        not, batches of one repeated entry show whether rows are random by themselves.
         """
         if self._mixes():
             return True
@@ -307,11 +306,11 @@ class _Trial:
                 elif not differ and _differ(a.rows, b.rows):
                     differ = self._repeats(first, seed, a) and self._repeats(second, seed, b)
                     self.is_unrepeated |= not differ
-        # Where the number of random draws depends on the entries, they shift between entries.
+        # If the number of random draws depends on the entries, later entries get other numbers.
         return differ and not draws_depend
 
     def joins(self) -> bool:
-        """Whether some tensor has the rows of the entries one after the other."""
+        """Whether some tensor is a concatenation of the entries' rows."""
         try:
             ones = [dict(tensors_of(self._batch([entry]))) for entry in self._entries[:2]]
         except Exception:
@@ -323,10 +322,10 @@ class _Trial:
         return False
 
     def _is_random_by_others(self) -> bool:
-        """Whether batches of one entry always repeat, and batches of several hardly ever do.
+        """Whether batches of one repeated entry always repeat, and batches of several rarely do.
 
-        If rows were random by themselves with any probability, this would come by chance once in
-        100,000 times at most.
+        If rows were random by themselves, this would happen by chance at most once in 100,000
+        times, whatever the probability of a change.
         """
         several, deadline = self._entries[:4], time.monotonic() + _SECONDS
         for entry in several:
@@ -340,9 +339,9 @@ class _Trial:
         return len(several) > 1 and 4 * changes >= 3 * _OTHERS
 
     def shared_of_entries(self) -> str | None:
-        """The place of a value that is no row of an entry and depends on entries, or None.
+        """Name the field of a value that is no entry's row but depends on entries, or None.
 
-        A number that is a length of some tensor in the batch is as public as that length.
+        A number that equals a length of some tensor in the batch is as public as that length.
         """
         if len(self._entries) < 3:
             return None
@@ -354,20 +353,20 @@ class _Trial:
             two = self._batch(first[:2])
             made = [self._made(own, _SEEDS[turn]) for own in (first, first, second, second)]
             if made[0][2] != made[2][2]:
-                continue  # Random numbers may be others.
+                continue  # Random numbers may differ.
             batches = [batch for batch, *_ in made]
             found = [dict(_shared(batch, two, len(first))) for batch in batches]
             lengths = [_lengths(batch) for batch in batches]
             for place in found[0]:
                 a, again, b, b_again = (values.get(place) for values in found)
                 if not (_equal(a, b) is False and _equal(a, again) and _equal(b, b_again)):
-                    continue  # equal, or such as a counter of batches
+                    continue  # equal, or not repeatable, such as a counter of batches
                 if not all(_is_length(x[place], n) for x, n in zip(found, lengths, strict=True)):
                     return place
         return None
 
     def _pairs(self, turn: int) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Batches that share one entry; each in turn, since the longest decides the padding."""
+        """Yield pairs of batches that share one entry, which `turn` selects."""
         entries = self._entries
         one, mate, other = (entries[(turn + k) % len(entries)] for k in range(3))
         yield [one, mate, mate, mate], [one]
@@ -386,17 +385,17 @@ class _Trial:
         return _Collated([list(row) for row in zip(*columns, strict=True)], before, after)
 
     def _last_of(self, state: FunctionState, batches: Sequence[list[Any]], seed: int) -> Any:
-        """The last of these batches, made after the others from this state of the function."""
+        """Make these batches, beginning in this state of the function; return the last one."""
         assert self._state is not None
         state.restore()
         for entries in batches[:-1]:
             self._made(entries, seed)
-        if not state.has_generators_of(self._state):  # made in the first call, and so anew
+        if not state.has_generators_of(self._state):  # generators that a call made are new
             FunctionState(self._collate, with_data=False).seed(seed)
         return self._made(batches[-1], seed)[0]
 
     def _made(self, entries: list[Any], seed: int) -> tuple[Any, bytes, bytes]:
-        """The batch, and the random states before and after it."""
+        """The batch, and the random states before and after making it."""
         if self._resets and self._state is not None:
             self._state.restore()
         # Generators of other devices are ignored.
@@ -414,7 +413,7 @@ class _Trial:
         return in_torch + others + self._generators.random_states()
 
     def _repeats(self, entries: list[Any], seed: int, known: _Collated) -> bool:
-        """Whether entries and random state determine a batch."""
+        """Whether entries and the random state determine a batch."""
         again = (self._collated(entries, seed) for _ in range(_REPEATS))
         return all(_equal(known.rows, other.rows) for other in again)
 
@@ -437,7 +436,7 @@ def _is_column(batch: Any, two: Any, size: int) -> bool:
 
 
 def _shared(batch: Any, two: Any, size: int, place: str = "") -> Iterator[tuple[str, Any]]:
-    """(place, value) of what has the same shape in both batches, so it belongs to no entry."""
+    """(place, value) of values with the same shape in both batches, which are no entry's rows."""
     if isinstance(batch, _LEAVES):
         if getattr(batch, "shape", ()) == getattr(two, "shape", ()):
             yield place, batch
@@ -460,7 +459,7 @@ def _is_length(value: Any, lengths: set[int]) -> bool:
 
 
 def _differ(rows: list[list[Any]], others: list[list[Any]]) -> bool:
-    """Whether no two rows are equal, in any order, though some have the same form."""
+    """Whether no row equals one of the others, although some have the same form."""
     found = [_equal(row, other) for row in rows for other in others]
     return False in found and True not in found
 
@@ -487,7 +486,7 @@ def _equal(x: Any, y: Any) -> bool | None:
     parts, others = dict(parts_of(x)), dict(parts_of(y))
     if parts.keys() != others.keys():
         return None
-    # Without parts it is of an unknown class, and the other parts of the row decide.
+    # An object without parts is of an unknown class and is ignored.
     found = [_equal(part, others[place]) for place, part in parts.items()]
     return None if None in found else all(found)
 

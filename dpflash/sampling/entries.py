@@ -1,4 +1,4 @@
-"""Entries that cannot be part of a batch become padding rows, by what each of them is alone."""
+"""Replaces entries that cannot be part of a batch by padding; each entry is judged alone."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from .row_order import SORTING, CollatedOrder
 
 Collate = Callable[[list[Any]], Any]
 
-# So many first entries show what entries are like.
+# Number of first entries from which the common form is determined.
 _FIRST = 7
-# An entry that is the same so often is the same always.
+# An entry that is equal in 8 reads counts as always equal.
 _REPEATS = 8
 _IMMUTABLE = {int, float, bool, str, bytes, NoneType}
 _FAILED: Any = object()
-# Lists that are longer are rows of numbers, of which the kinds count and not the places.
+# In longer lists only the types of the elements count, not their positions.
 _FIELDS = 16
-# Objects inside of so many others are told apart by their types alone.
+# Objects nested more deeply are distinguished by their types alone.
 _DEPTH = 6
 _STORAGE = ("dtype", "layout", "device", "requires_grad")
-# So many batches of a DataLoader worker are also made without their longer entries, and for so
-# many of the lengths that vary.
+# For how many batches of a DataLoader worker, and for how many varying lengths of each, a batch
+# without the longer entries is made too.
 _SHORTENED = 32
 _VARIANTS = 3
-# So many samples show whether most are bad.
+# Least number of samples from which `BadShare` judges.
 _JUDGED = 64
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """In place of an entry whose `__getitem__` failed.
+    """Stands for an entry whose `__getitem__` failed.
 
     Attributes:
-        error: what it raised. PRIVATE.
+        error: the error that it raised. PRIVATE.
     """
 
     error: str = field(repr=False)
@@ -59,9 +59,9 @@ class _Fetched(list[Any]):
     """The entries of a batch.
 
     Args:
-        entries: in the order of `indices`.
-        indices: of the dataset.
-        are_together: whether they were read as they are in one call, or each alone as elsewhere.
+        entries: the entries, in the order of `indices`.
+        indices: their indices in the dataset.
+        are_together: False if the dataset's `__getitems__` failed and each was read alone.
     """
 
     def __init__(self, entries: list[Any], indices: list[int], *, are_together: bool) -> None:
@@ -71,11 +71,11 @@ class _Fetched(list[Any]):
 
 
 class Together(NamedTuple):
-    """What a dataset's `__getitems__` returned that is not one object for each entry.
+    """A result of a dataset's `__getitems__` that is not one object for each entry.
 
     Attributes:
-        whole: what it returned; `Unreadable` where it failed.
-        indices: of the dataset.
+        whole: the result; `Unreadable` if the call failed.
+        indices: the indices of the entries in the dataset.
     """
 
     whole: Any
@@ -83,10 +83,10 @@ class Together(NamedTuple):
 
 
 class ReadableEntries(Dataset[Any]):
-    """The entries of a dataset; `Unreadable` where one cannot be read.
+    """The entries of a dataset, with `Unreadable` for an entry that cannot be read.
 
     Args:
-        dataset: map-style.
+        dataset: a map-style dataset.
 
     Attributes:
         dataset: the argument.
@@ -121,7 +121,7 @@ class ReadableEntries(Dataset[Any]):
         return _Fetched(found, indices, are_together=True)
 
     def together(self, indices: Sequence[int]) -> Any:
-        """What the dataset's `__getitems__` returns; `Unreadable` where it fails."""
+        """Return the result of the dataset's `__getitems__`, or `Unreadable` if it fails."""
         if self._makes_lists is None:
             with random_state_kept():
                 ones = (self._read([index]) for index in range(min(_FIRST, len(self))))
@@ -139,7 +139,7 @@ class ReadableEntries(Dataset[Any]):
 
 
 def _reads_together(dataset: Any) -> bool:
-    # A Subset reads the entries of a plain dataset one by one.
+    # A Subset of a dataset without `__getitems__` reads entries one by one.
     if type(dataset) is Subset:
         return _reads_together(dataset.dataset)
     return hasattr(dataset, "__getitems__")
@@ -149,8 +149,8 @@ class Shorter(NamedTuple):
     """A batch made again, with copies of a shorter entry in place of its longer ones.
 
     Attributes:
-        batch: of as many rows, with less padding.
-        kept: for each row, whether it is of its own entry.
+        batch: the batch, with the same number of rows and less padding.
+        kept: for each row, whether it is made from its own entry.
     """
 
     batch: Any
@@ -161,9 +161,9 @@ class Collated(NamedTuple):
     """A batch.
 
     Attributes:
-        batch: what the function made.
-        bad: the rows in which padding is in place of an entry.
-        shorter: the batch without its longer entries, if there are some.
+        batch: the batch that the collate function made.
+        bad: the rows in which padding replaces an entry.
+        shorter: versions of the batch without its longer entries.
     """
 
     batch: Any
@@ -172,32 +172,32 @@ class Collated(NamedTuple):
 
 
 class FittingCollate:
-    """A collate function that puts padding in place of the entries that do not fit.
+    """A collate function that replaces entries that do not fit by padding.
 
-    An entry fits if the collate function makes a batch of it, alone and with one of the first
-    entries, that has the same fields and dtypes as a batch of that first entry, and the same
-    shapes too where the length is public. Numbers of narrower dtypes, such as integers among
-    fractions, are converted. So whether an entry fits, and what it becomes, does not depend on its
-    batch. A batch is taken as it is only if its entries have types and dtypes of entries that fit
-    as they are: one with a field more could pass among others. The first entry is one that agrees
-    with most of the first `_FIRST`: one entry more or less may leave no such entry, but never
-    leads to one with other fields. Of a dataset that reads several entries at once, they are
-    compared as they are read together.
+    The model entry is one of the first `_FIRST` entries, whose form most of them have. An entry
+    fits if the collate function can make a batch from it, alone and together with the model entry,
+    and the batch has the same fields and dtypes (and shapes, if the length is public) as a batch
+    of the model entry. Numbers of narrower dtypes, such as integers among fractions, are
+    converted. So whether an entry fits, and what it becomes, does not depend on the rest of its
+    batch. A batch is used unchanged only if entries with the same types and dtypes were found to
+    fit unchanged, since an entry with an additional field could go unnoticed among others. Adding
+    one entry may leave no model entry, but never leads to one with other fields. If a dataset
+    reads several entries at once, entries are compared as they are when read together.
 
-    A dataset may change the form of all its entries, as by a curriculum of lengths. Where some
-    entry does not fit, the first one is read again, and if it no longer fits itself, the form is
-    looked up again. Where nothing but single entries changed, that finds the same form.
+    A dataset may change the form of all its entries, for instance in a curriculum of lengths. If
+    an entry does not fit, the model entry is read again. If it no longer fits itself, the form is
+    determined again. If only single entries have changed, the same form is found.
 
     Args:
         collate: the user's function.
         dataset: `ReadableEntries`, whose first entries are read before the first batch.
         has_public_length: whether all rows have one public length.
-        each: the number of rows of a unit, which are next to each other.
+        each: the number of rows of a unit, which are contiguous.
 
     Raises:
-        PrivateRefusal: the function fails on entries each of which fits, or on the first ones, or
-            the rows of a batch are in another order than its entries, or it is a `PadTo` with a
-            padding for a field that the first entry does not have.
+        PrivateRefusal: the function fails on the first entries, or on entries each of which fits;
+            the rows of a batch are in another order than its entries; or the function is a `PadTo`
+            with a padding value for a field that the model entry does not have.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class FittingCollate:
         form = self._looked_up()
         fetched = isinstance(entries, Together | _Fetched)
         indices: list[int] = list(getattr(entries, "indices", []))
-        # What is read together may depend on what it is read with, as padding does.
+        # An entry that is read with others may depend on them, as padding does.
         by_index = fetched and self.dataset.reads_together
         items = indices if by_index else list(entries)
         random_state = RandomState()
@@ -252,18 +252,19 @@ class FittingCollate:
             if self._uncopied:
                 raise PrivateRefusal(
                     f"entries hold an object of type {self._uncopied.__name__}, which "
-                    f"copy.deepcopy cannot copy, and data_loader.collate_fn={name} gets copies: "
+                    f"copy.deepcopy cannot copy, but data_loader.collate_fn={name} gets copies: "
                     "return tensors, arrays, numbers, strings, or containers of these from "
-                    "__getitem__. `details['error']` of this exception says why",
+                    "__getitem__. `details['error']` of this exception has the reason",
                     error=self._error,
                 ) from None
             raise PrivateRefusal(
                 f"data_loader.collate_fn={name} failed on a batch, and not because of a "
-                "single entry alone: it failed on entries together, or most of the dataset's "
-                "first seven are not alike, or its __getitem__ failed on them. `details['error']` "
-                "of this exception has the message of what failed. Entries of several lengths "
-                "need a function that pads to a public length (collate_fn=dpflash.sampling.PadTo, "
-                "or the data_collator of a Trainer); None in a field needs a number in its place",
+                "single entry alone: it failed on several entries together, or most of the "
+                "dataset's first seven entries differ in form, or its __getitem__ failed on them. "
+                "`details['error']` of this exception has the message of the failure. Entries of "
+                "several lengths need a function that pads to a public length "
+                "(collate_fn=dpflash.sampling.PadTo, or the data_collator of a Trainer); replace "
+                "None in a field by a number",
                 error=self._error,
             ) from None
         if form is not None:
@@ -278,9 +279,9 @@ class FittingCollate:
     def _shortened(
         self, batch: Any, items: list[Any], form: _Form | None, *, by_index: bool
     ) -> tuple[Shorter, ...]:
-        """The batch of these entries, or of those of these indices, without the longer ones.
+        """Make the batch of these items (entries or indices) without the longer ones.
 
-        One for each length that varies; none where collating draws random numbers.
+        Returns one batch for each length that varies, and none if collating is random.
         """
         if form is None or len(items) < 2 or not self._may_shorten():
             return ()
@@ -305,9 +306,9 @@ class FittingCollate:
         )
 
     def shorten(self, on: bool) -> None:
-        """Whether batches are also made without their longer entries, from now on.
+        """Set whether batches are also made without their longer entries from now on.
 
-        DataLoader workers do so with their first ones.
+        DataLoader workers do so for their first batches, whatever is set.
         """
         self._shortens = on
 
@@ -318,7 +319,7 @@ class FittingCollate:
         return self._left >= 0
 
     def _kept_rows(self, alone: list[Any]) -> list[list[bool]]:
-        """Which rows to keep, for each length that varies among batches of one entry each."""
+        """Which rows to keep, for each length that varies between batches of single entries."""
         if any(batch is _FAILED for batch in alone):
             return []
         shapes = [{n: x.shape for n, x in _numbers_of(batch)} for batch in alone]
@@ -334,7 +335,7 @@ class FittingCollate:
     def _refuse_moved(
         self, batch: Any, items: list[Any], indices: list[int], *, by_index: bool
     ) -> None:
-        """Refuse a batch whose rows are in another order than its entries, of these indices."""
+        """Refuse a batch whose rows are in another order than its entries."""
 
         def again(index: int) -> Any:
             with random_state_kept():
@@ -346,15 +347,16 @@ class FittingCollate:
         if indices and self._order.is_moved(batch, indices, again):
             raise PrivateRefusal(
                 "collate_fn put the rows of a batch in another order than the entries that it was "
-                f"given, or the dataset's __getitems__ returned them in another one, {SORTING}"
+                "given, or the dataset's __getitems__ returned entries in another order, "
+                f"{SORTING}"
             ) from None
 
     def fit(self, items: Sequence[Any], *, by_index: bool = False) -> list[bool]:
-        """Which entries fit.
+        """Return which entries fit.
 
         Args:
             items: entries, or their indices.
-            by_index: whether they are indices.
+            by_index: whether items are indices.
         """
         form = self._looked_up()
         if form is None:
@@ -366,7 +368,7 @@ class FittingCollate:
             ]
 
     def _are_known(self, entries: Any, items: list[Any], form: _Form, *, by_index: bool) -> bool:
-        """Whether an entry of the types and dtypes of each of these has fitted as it is."""
+        """Whether an entry with the types and dtypes of each of these entries fits unchanged."""
         if isinstance(entries, Together):
             return True
         kinds = {
@@ -385,26 +387,26 @@ class FittingCollate:
     def _looked_up(self) -> _Form | None:
         if not self._is_looked_up:
             form = self._common_form()
-            # By the form alone: an entry that differs from it is padding, and decides nothing.
+            # Checked for the model entry alone: other forms become padding and decide nothing.
             pad = self.collate if isinstance(self.collate, PadTo) else None
             if pad and form and (unknown := pad.unknown(form.entry)):
                 raise PrivateRefusal(
                     f"collate_fn=PadTo(..., {{{unknown[0]!r}: ...}}): the entries have no such "
-                    "field, so what it is for would be padded with 0; pass the name of a field, "
-                    "or its position where entries are tuples"
+                    "field, so the field that is meant would be padded with 0; pass the name of a "
+                    "field, or its position if entries are tuples"
                 ) from None
             if pad and form and (targets := pad.without_value(form.entry)):
                 raise PrivateRefusal(
                     "collate_fn=PadTo(...): would pad the targets of entries, field "
                     f"{targets[0]!r}, with 0, which is a class; pass PadTo(..., "
                     f"{{{targets[0]!r}: -100}}) with the index that the loss ignores, or with 0 "
-                    "if they are no targets of tokens"
+                    "if they are not targets of tokens"
                 ) from None
             self._form, self._is_looked_up = form, True
         return self._form
 
     def _current(self, form: _Form) -> _Form:
-        """The form; a new one if the entry that it was taken from no longer has it."""
+        """The form, or a new form if the model entry no longer has it."""
         by_index = self.dataset.reads_together
         with random_state_kept():
             item = self._item(form.index, by_index=by_index)
@@ -429,22 +431,22 @@ class FittingCollate:
         return _Form(index, self.dataset[index] if by_index else item, two, three)
 
     def _is_common(self, form: _Form, items: list[Any]) -> bool:
-        """Whether so many entries fit that no other form could be common with one entry more."""
+        """Whether so many items fit that, with one entry more, no other form could be common."""
         by_index = self.dataset.reads_together
         count = sum(self._fits(x, form, by_index=by_index, adopts=False) for x in items)
         return len(items) == 1 or 2 * (count - 1) >= len(items)
 
     def _fits(self, item: Any, form: _Form, *, by_index: bool, adopts: bool = True) -> bool:
-        """Whether an entry has the form, alone and beside the entry that the form is of.
+        """Whether an entry has the form, alone and beside the model entry.
 
         Args:
             item: the entry, or its index.
-            form: what it is compared with.
+            form: the form of the model entry.
             by_index: whether the item is an index.
             adopts: whether numbers of narrower dtypes may be converted.
         """
         model = form.index if by_index else form.entry
-        # Alone too: stack() converts an integer among floating-point numbers.
+        # Also alone, since stack() converts an integer among floating-point numbers.
         for pair in ((item, item), (model, item), (item, model)):
             batch = self._made(pair, by_index=by_index)
             if batch is not _FAILED and adopts:
@@ -458,7 +460,7 @@ class FittingCollate:
         return index if by_index else self.dataset[index]
 
     def _of_fetched(self, entries: list[Any] | Together) -> Any:
-        """The batch of what was fetched; `_FAILED` where that failed."""
+        """Make the batch of fetched entries; `_FAILED` if that fails."""
         if isinstance(entries, Together):
             return self._tried(entries.whole)
         if isinstance(entries, _Fetched) and not entries.are_together:
@@ -466,9 +468,9 @@ class FittingCollate:
         return self._made(entries, by_index=False)
 
     def _made(self, items: Sequence[Any], *, by_index: bool) -> Any:
-        """The batch of copies of these entries, or of the entries of these indices.
+        """Make the batch of copies of these items (entries or indices).
 
-        The function may change what it gets; entries are judged, and collated again, unchanged.
+        Copies, since the function may change its arguments, and entries are collated repeatedly.
         """
         try:
             copies = self.dataset.together(items) if by_index else list(map(copied, items))
@@ -479,7 +481,7 @@ class FittingCollate:
         return self._tried(copies)
 
     def _tried(self, whole: Any) -> Any:
-        """The function's batch; `_FAILED` where it raises."""
+        """The function's batch; `_FAILED` if it raises an error."""
         parts = whole if isinstance(whole, list) else [whole]
         unreadable = next((e for e in parts if isinstance(e, Unreadable)), None)
         if unreadable is not None:
@@ -490,25 +492,25 @@ class FittingCollate:
             return self._failed(repr(error))
 
     def _failed(self, error: str, *, uncopied: type | None = None) -> Any:
-        """`_FAILED`; the reason is kept for a refusal."""
+        """Keep the reason for a refusal, and return `_FAILED`."""
         self._error, self._uncopied = error, uncopied
         return _FAILED
 
 
 class _Uncopied(TypeError):
-    """An object cannot be copied; its type is the argument."""
+    """An object cannot be copied; the argument is its type."""
 
 
 class BadShare:
-    """Ends training where most samples are bad, which would train on noise in silence.
+    """Ends training if most samples are bad, since it would silently train on little but noise.
 
-    The samples are judged together, `_JUDGED` or more at a time, at the end of a draw. A unit has
-    at most `per_unit` of them in a draw, and so many of each draw are not counted as bad. So one
-    unit, whatever it holds, ends training only where more than half of the other samples are bad
-    already. Where draws are of one or two samples, nothing is.
+    Samples are judged at the end of a draw, `_JUDGED` or more of them together. A unit has at most
+    `per_unit` samples in a draw, so `per_unit` bad samples of each draw are not counted. A single
+    unit, whatever it holds, can thus end training only if more than half of the other samples are
+    bad already. With draws of one or two samples this check never ends training.
 
     Args:
-        per_unit: the most samples of a privacy unit in a draw.
+        per_unit: the largest number of samples of a privacy unit in a draw.
     """
 
     def __init__(self, per_unit: int = 1) -> None:
@@ -516,13 +518,15 @@ class BadShare:
         self._samples = self._bad = self._excused = 0
 
     def observe(self, samples: int, bad: int, *, is_last: bool) -> None:
-        """Count those of a microbatch.
+        """Count the samples and the bad samples of a microbatch.
 
         Args:
-            is_last: whether it ends its draw.
+            samples: number of samples of the microbatch.
+            bad: number of bad samples among them.
+            is_last: whether the microbatch ends its draw.
 
         Raises:
-            PrivateRefusal: most are bad.
+            PrivateRefusal: most samples are bad.
         """
         self._samples += samples
         self._bad += bad
@@ -532,9 +536,9 @@ class BadShare:
         if 2 * (self._bad - self._excused) > self._samples:
             raise PrivateRefusal(
                 "most of the entries of the last draws could not be read, or are not like most of "
-                "the dataset's first seven (other fields, dtypes or shapes, such as fractions "
-                "where those have integers), so steps would release little but noise: make the "
-                "entries alike in the dataset or in collate_fn",
+                "the dataset's first seven entries (other fields, dtypes or shapes, such as "
+                "fractions instead of integers), so steps would release little but noise: give "
+                "all entries the same form in the dataset or in collate_fn",
                 samples=self._samples,
                 bad=self._bad,
             ) from None
@@ -542,12 +546,13 @@ class BadShare:
 
 
 class _Form:
-    """What the batches of entries like one entry have in common.
+    """The fields, dtypes and lengths of batches of entries like the model entry.
 
     Args:
-        index: of that entry in the dataset.
-        entry: the entry.
-        two, three: a batch of it twice, and three times, which show where the rows are.
+        index: index of the model entry in the dataset.
+        entry: the model entry.
+        two, three: batches of the model entry repeated twice and three times, which show which
+            dimensions are the rows.
     """
 
     def __init__(self, index: int, entry: Any, two: Any, three: Any) -> None:
@@ -559,9 +564,9 @@ class _Form:
         self._varying: set[str] = set()
 
     def adopted(self, batch: Any) -> Any:
-        """The batch, in which numbers of narrower dtypes are converted to those of the form.
+        """Convert numbers of narrower dtypes in a batch to the dtypes of the form.
 
-        So integers among fractions are the same whether a fraction is in their batch or not.
+        So an integer becomes the same value whether its batch has a fraction or not.
         """
         new = {}
         for place, x in _numbers_of(batch):
@@ -575,14 +580,14 @@ class _Form:
         return self._of(batch, size)[0] == self._fields
 
     def has_made(self, batch: Any, size: int) -> bool:
-        """Whether it has the same lengths too, but for those that vary among entries that fit."""
+        """`has_fields_of`, and the lengths that do not vary among entries that fit are equal."""
         fields, lengths = self._of(batch, size)
         return fields == self._fields and all(
             lengths[place] == own or place in self._varying for place, own in self._lengths.items()
         )
 
     def note_lengths(self, batch: Any, size: int) -> None:
-        """Lengths of a batch of entries that all fit, which may differ from those of others."""
+        """Note which lengths vary, from a batch of entries that all fit."""
         _, lengths = self._of(batch, size)
         self._varying |= {p for p, own in self._lengths.items() if lengths[p] != own}
 
@@ -594,7 +599,7 @@ class _Form:
 
 
 def _numbers_of(batch: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """(place, tensor or array) of all those of a batch."""
+    """(place, tensor or array) of all tensors and arrays of a batch."""
     if isinstance(batch, Tensor | np.ndarray):
         yield place, batch
     elif depth < _DEPTH:
@@ -603,21 +608,21 @@ def _numbers_of(batch: Any, place: str = "", depth: int = 0) -> Iterator[tuple[s
 
 
 def _longest_in_each(lengths: Sequence[int], each: int) -> list[int]:
-    """For each row the longest of the rows of its unit."""
+    """For each row, the largest length among the rows of its unit."""
     parts = [max(lengths[i : i + each]) for i in range(0, len(lengths), each)]
     return [length for length in parts for _ in range(each)][: len(lengths)]
 
 
 def _stable(batch: Any, again: Any) -> set[str]:
-    """The places with the same bits in two batches of the same entries."""
+    """The places whose values have the same bits in two batches of the same entries."""
     others = dict(_numbers_of(again))
     return {n for n, x in _numbers_of(batch) if n in others and _is_same(x, others[n])}
 
 
 def _with_places_of(batch: Any, shorter: Any, stable: Collection[str]) -> Any | None:
-    """The shorter batch, with what is not stable (a counter, a time) from the batch.
+    """The shorter batch, with unstable values (a counter, a time) taken from the batch.
 
-    None where that has another shape.
+    None if an unstable value has another shape in the batch.
     """
     own, new = dict(_numbers_of(batch)), {}
     for place, x in _numbers_of(shorter):
@@ -639,14 +644,14 @@ def _is_same(x: Any, y: Any) -> bool:
 
 
 def _holds(dtype: Any, other: Any) -> bool:
-    """Whether numbers of the other dtype become such ones where both meet."""
+    """Whether type promotion of `dtype` and `other` gives `dtype`."""
     if isinstance(dtype, torch.dtype):
         return torch.promote_types(dtype, other) == dtype
     return {dtype.kind, other.kind} <= set("biuf") and np.promote_types(dtype, other) == dtype
 
 
 def _replaced(batch: Any, new: dict[int, Any], depth: int = 0) -> Any:
-    """The batch with other tensors and arrays, by the identity of its own."""
+    """The batch with tensors and arrays replaced; `new` maps the id of each to a new one."""
     if next(iter(parts_of(batch)), None) is None and not isinstance(batch, Tensor | np.ndarray):
         for name, part in parts_within(batch) if depth < _DEPTH else ():
             changed = _replaced(part, new, depth + 1)
@@ -659,7 +664,7 @@ def _replaced(batch: Any, new: dict[int, Any], depth: int = 0) -> Any:
 def _described(
     batch: Any, two: Any, three: Any, size: int, place: str = ""
 ) -> Iterator[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
-    """(place, what it is, lengths) of all parts of a batch; its rows are no length."""
+    """(place, kind, lengths) of all parts of a batch; the number of rows is not a length."""
     if isinstance(batch, Tensor) and batch.is_nested:
         yield place, (type(batch), batch.dtype), ()
         return
@@ -679,13 +684,13 @@ def _described(
     of_two, of_three = dict(parts_within(two)), dict(parts_within(three))
     is_container = next(iter(parts_of(batch)), None) is not None
     for name, part in parts_within(batch):
-        # What objects of other classes keep beside their numbers is theirs.
+        # In objects of other classes only tensors and arrays count.
         if is_container or isinstance(part, Tensor | np.ndarray):
             yield from _described(part, of_two.get(name), of_three.get(name), size, place + name)
 
 
 def _kind_of(x: Any, *, with_lengths: bool, depth: int = 0) -> Hashable:
-    """Types, dtypes and names of an entry's parts, and their lengths too if these are public."""
+    """Types, dtypes and names of an entry's parts, and also lengths if they are public."""
     if isinstance(x, Tensor | np.ndarray):
         storage = tuple(str(getattr(x, name, None)) for name in _STORAGE)
         objects: Any = x if getattr(x.dtype, "hasobject", False) else np.empty(0)
@@ -706,14 +711,14 @@ def _kind_of(x: Any, *, with_lengths: bool, depth: int = 0) -> Hashable:
 
 
 def _with_floats(entry: Any, own: Any, depth: int = 0) -> Any:
-    """The entry, with floating-point numbers in place of the integers where `own` has such."""
+    """The entry with integers converted to floating point where `own` has floating point."""
     if isinstance(entry, Tensor | np.ndarray):
         if type(entry) is not type(own) or not _is_floating(own) or not _is_integer(entry):
             return entry
         dtype: Any = own.dtype
         return entry.to(dtype) if isinstance(entry, Tensor) else entry.astype(dtype)
     if _is_integer(entry) and _is_floating(own) and not isinstance(own, Tensor | np.ndarray):
-        with suppress(OverflowError):  # then its kind is another one
+        with suppress(OverflowError):  # a huge integer is kept, and does not fit
             return type(own)(entry)
     if type(entry) is not type(own) or depth == _DEPTH:
         return entry
@@ -742,9 +747,9 @@ def _is_floating(x: Any) -> bool:
 
 
 def copied(entry: Any, depth: int = 0) -> Any:
-    """A copy that shares nothing which can be changed in place, as `copy.deepcopy`, but faster.
+    """Copy an entry like `copy.deepcopy`, but faster.
 
-    A tensor that was computed from others is copied without its graph.
+    A tensor that was computed from others is copied without its autograd graph.
 
     Raises:
         _Uncopied: an object cannot be copied.
@@ -770,5 +775,5 @@ def copied(entry: Any, depth: int = 0) -> Any:
 
 
 def name_of(collate: Collate) -> str:
-    """What messages call a collate function."""
+    """Return the name of a collate function for messages."""
     return str(getattr(collate, "__qualname__", type(collate).__name__))

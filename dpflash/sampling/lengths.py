@@ -1,7 +1,7 @@
-"""Lengths of samples: checks whether they are public, and `PadTo` makes them public.
+"""Lengths of samples: checks whether they are public, and `PadTo`, which makes them public.
 
-If a collate function pads to the longest sample of a batch, that sample determines the shapes, and
-so the kernels, of all other samples.
+If a collate function pads to the longest sample of a batch, that sample determines the shapes of
+all other samples, and so the kernels that compute them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class PadTo:
     """A `collate_fn` that pads or cuts each sample to one public length.
 
     Args:
-        length: T, dimension 0 of each tensor or list of a sample.
-        padding_value: the value to append; None for 0. For samples that are mappings or tuples it
-            may be a mapping from keys or positions to values, with 0 for all others. Give targets
-            the index that the loss ignores: ``PadTo(512, {"labels": -100})``. `make_private`
-            refuses a key that entries do not have, and sequences of integers that look like
-            targets, by name or position, where no value is given for them.
+        length: T, the size to give dimension 0 of each tensor or list of a sample.
+        padding_value: the value to append; None means 0. If samples are mappings or tuples, it may
+            be a mapping from keys or positions to values; other fields are padded with 0. For
+            targets pass the index that the loss ignores: ``PadTo(512, {"labels": -100})``.
+            `make_private` refuses a key that entries do not have. It also refuses a field of
+            integers that looks like targets, by name or position, if it has no padding value.
 
-    A sample is a tensor, a list of numbers, or a mapping or tuple of such; its scalars and strings
-    are collated as they are.
+    A sample is a tensor, a list of numbers, or a mapping or tuple of these. Scalars and strings in
+    it are collated without padding.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class PadTo:
         self.padding_value = padding_value
 
     def __call__(self, samples: list[Any]) -> Any:
-        """`[B, length, ...]` of each tensor of the samples."""
+        """Collate samples; each tensor or list of a sample becomes `[B, length, ...]`."""
         return default_collate([self._sample(sample) for sample in samples])
 
     def unknown(self, sample: Any) -> list[Any]:
-        """The keys of `padding_value` that a sample does not have."""
+        """Return the keys of `padding_value` that a sample does not have."""
         given = self.padding_value if isinstance(self.padding_value, Mapping) else {}
         names = set(sample) if isinstance(sample, Mapping) else set()
         if isinstance(sample, tuple):
@@ -57,7 +57,7 @@ class PadTo:
         return [name for name in given if name not in names]
 
     def without_value(self, sample: Any) -> list[Any]:
-        """The keys of a sample's sequences of targets that `padding_value` says nothing of."""
+        """Return the keys of a sample's sequences of targets that have no padding value."""
         given: Any = {} if self.padding_value is None else self.padding_value
         if not isinstance(given, Mapping):
             return []
@@ -89,7 +89,7 @@ class PadTo:
 
 
 def _has_integers(value: Any) -> bool:
-    """Whether a value is a sequence of integers, as targets of tokens are; masks may be bool."""
+    """Whether a value is a sequence of integers, as token targets are; bool masks are not."""
     if isinstance(value, list):
         return bool(value) and isinstance(value[0], int) and not isinstance(value[0], bool)
     is_tensor = isinstance(value, Tensor) and value.ndim > 0 and value.dtype != torch.bool
@@ -100,7 +100,7 @@ class Lengths:
     """Compares the shapes of a loader's batches.
 
     Args:
-        declared: public length that batches must have; None for none.
+        declared: public length that batches must have; None if no length is declared.
 
     Attributes:
         differ: whether two batches had different shapes, apart from dimension 0.
@@ -116,11 +116,11 @@ class Lengths:
         """Compare the shapes of a batch with those of the first one.
 
         Args:
-            batch: tensors and arrays, nested.
-            rows: the public number of rows; where dimension 0 is another number it is a length.
+            batch: nested tensors and arrays.
+            rows: the public number of rows. A dimension 0 of another size counts as a length.
 
         Raises:
-            PrivateRefusal: they differ, though a public length is declared.
+            PrivateRefusal: shapes differ although a public length is declared.
         """
         shapes = {
             place: tuple(x.shape[1:] if len(x) == rows else x.shape)
@@ -155,8 +155,8 @@ class Lengths:
         if self.differ:
             return (
                 "not public, shapes differ between batches: if padding does not change a sample's "
-                "own loss, the bound holds up to the rounding of other lengths (pad with "
-                "dpflash.sampling.PadTo to have it exactly)"
+                "own loss, the bound holds up to the rounding of other lengths (for an exact "
+                "bound, pad with dpflash.sampling.PadTo)"
             )
         if self._seen is None:
             return "unknown, the private loader itself has yielded no batch yet"

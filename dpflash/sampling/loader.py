@@ -1,8 +1,8 @@
 """PrivateDataLoader: yields logical batches in microbatches with a public number of rows.
 
-One noisy step releases one logical batch, which comes in one or more microbatches. The mark that
-ends a logical batch travels with the data, so a loop that stops in the middle leaves nothing
-behind. `slots` decides which rows of a microbatch hold samples.
+One noisy step releases one logical batch, which consists of one or more microbatches. The mark of
+its last microbatch travels with the data, so a loop that stops within a logical batch leaves no
+stale state. `slots` chooses the rows of a microbatch that hold samples.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from .unit_slots import UnitSlots
 
 
 class _Seeded:
-    """The microbatches of a sampler, each with the seed under which its entries are read."""
+    """The microbatches of a sampler, each with the seed for reading its entries."""
 
     def __init__(
         self, rows: Any, place: Callable[[int], tuple[int, int, int]], seeds: LoopSeeds
@@ -69,20 +69,20 @@ class _Seeded:
 
     def __iter__(self) -> Iterator[SeededIndices]:
         for number, indices in enumerate(self._rows):
-            # A sampler of the user has drawn its own numbers now.
+            # Seeded here, after a sampler of the user has drawn its own random numbers.
             self._seeds.begin()
             yield SeededIndices(indices, self._seeds.of("reading", *self._place(number)))
 
 
 class _CollateForOthers:
-    """The user's collate function for loaders that copy it, whose batches have no padding rows.
+    """The user's collate function for other loaders, whose batches have no padding rows.
 
-    Of an empty draw it makes a batch of one padding row, which is entry 0. Where DataLoader
-    workers fetch ahead, it is blank: a loop that leaves out steps could then take it for a sample,
+    An empty draw becomes a batch of one padding row, a copy of entry 0. If DataLoader workers
+    fetch ahead, the row is blank, since a loop that leaves out steps could count it as a sample,
     see `BatchTracker`.
 
     Raises:
-        PrivateRefusal: an entry cannot be part of a batch; here it has no padding row.
+        PrivateRefusal: an entry cannot be part of a batch, and no padding row can replace it.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Collated], dataset: Any, *, blank: bool):
@@ -104,7 +104,7 @@ class _CollateForOthers:
         return map_leaves(_blank, batch, kinds=_VALUES) if self.blank else batch
 
 
-# The options of the user's loader that the private one has too.
+# The options that the private loader takes from the user's loader.
 _KEPT = (
     *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("prefetch_factor", "persistent_workers"),
@@ -115,18 +115,18 @@ _VALUES = (Tensor, np.ndarray, np.generic, *_PLAIN)
 
 
 def _blank(value: Any) -> Any:
-    """A value of the same kind and shape that holds nothing of the data."""
+    """Return a value of the same kind and shape that holds no data."""
     if isinstance(value, Tensor):
         return torch.zeros_like(value)
     if isinstance(value, np.ndarray):
         return np.zeros_like(value)
     if isinstance(value, np.generic):
         return np.zeros_like(value)[()]
-    return next(kind() for kind in _PLAIN if isinstance(value, kind))  # also of a subclass
+    return next(kind() for kind in _PLAIN if isinstance(value, kind))  # also for a subclass
 
 
 def _real(mark: BatchMark) -> Tensor:
-    """`[U]`, bool: which samples of a microbatch are no padding."""
+    """`[U]`, bool: which samples of a microbatch are not padding."""
     return torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real
 
 
@@ -134,34 +134,34 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     """A DataLoader that draws logical batches, in microbatches with a public number of rows.
 
     The samples of a draw are in secret random rows of its microbatches. The other rows are padding
-    rows: they repeat a sample of the batch (entry 0 in an empty one) and count for nothing, since
+    rows: they repeat a sample of the batch (entry 0 in an empty batch) and contribute zero, since
     their clipping factor is 0. A loader that iterates `batch_sampler` itself, such as Opacus'
-    BatchMemoryManager, gets the samples alone, and of an empty draw one padding row.
+    BatchMemoryManager, gets the samples alone, and one padding row for an empty draw.
 
     Args:
-        loader: the plain one.
-        plan: how its logical batches are drawn.
-        key: 32 bytes; the draws are a function of it.
-        physical_batch_size: most rows of a microbatch; None for no bound.
-        rank_part: (number of this rank, number of ranks) that split each draw.
-        public_length: public length of dimension 1; None if none is declared.
-        foreign_batches: whether batches that are not of this loader are trained on too.
+        loader: the plain loader.
+        plan: how logical batches are drawn.
+        key: 32 bytes; the draws are a function of the key.
+        physical_batch_size: largest number of rows of a microbatch; None for no bound.
+        rank_part: (index of this rank, number of ranks), where the ranks split each draw.
+        public_length: public length of dimension 1; None if no length is declared.
+        foreign_batches: whether training also accepts batches that are not from this loader.
         devices: the model's devices other than the CPU.
 
     Attributes:
-        plan: how logical batches are drawn and what the release of one costs.
+        plan: how logical batches are drawn, and the privacy cost of releasing one.
         sampler_name: "poisson", "truncated_poisson", "cyclic_poisson", "random_allocation",
             "fixed_size", or "shuffled" for epochs without amplification.
         sample_rate: probability of a sample in a draw; None for "fixed_size" and "shuffled".
         expected_batch_size: the public divisor of a step.
         steps_per_epoch: logical batches of one epoch.
-        dataset_size: the public size; the size of the dataset where none was declared.
+        dataset_size: the declared public size, else the size of the dataset.
         slots: rows of each microbatch of this rank; None for "shuffled", whose batches have
             the loader's own sizes.
         has_pairs: whether samples are pairs of rows, see `dpflash.packing.Pairs`.
-        lengths: compares the shapes of its batches.
-        seen: recognises its batches where the model gets them.
-        tracker: follows the loop over its batches.
+        lengths: compares the shapes of the loader's batches.
+        seen: recognises the loader's batches in calls of the model.
+        tracker: follows the training loop over the batches.
     """
 
     no_copy = (
@@ -251,12 +251,12 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
                 what = "noise_mechanism= of several bands" if plan.bands > 1 else "sampling="
                 what += "" if plan.bands > 1 else repr(plan.sampling)
                 source.refuse_other_loaders(
-                    f"{what} needs the number of each draw, which another loader does not tell: "
+                    f"{what} needs the number of each draw, which another loader does not report: "
                     "iterate over the loader that make_private returned, without "
                     "BatchMemoryManager; physical_batch_size= bounds its microbatches"
                 )
         options = {name: getattr(loader, name) for name in _KEPT}
-        # DataLoader workers get their seeds from it, also in loaders that copy this one.
+        # DataLoader workers get their seeds from this generator, also in loaders that copy it.
         options["generator"] = torch.Generator().manual_seed(self._seeds.of("workers"))
         collate, readable = loader.collate_fn, ReadableEntries(plan.dataset)
         self._fitting: FittingCollate | None = None
@@ -274,7 +274,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         super().__init__(
             plan.dataset,
             batch_sampler=source,
-            # Loaders that copy it get empty draws as empty lists.
+            # Used by loaders that copy this one, which get empty draws as empty lists.
             collate_fn=_CollateForOthers(made, readable, blank=loader.num_workers > 0),
             **options,
         )
@@ -291,7 +291,8 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
                 self._rows = UnitSlots(self._draws, self.slots, units)
             else:
                 self._rows = SlotSampler(self._draws, self.slots)
-        # Loaders that iterate batch_sampler would train on padding rows; this one has them.
+        # Padding rows are made here and not in batch_sampler, since other loaders that iterate
+        # batch_sampler would train on padding rows.
         rows = source if self._draws is None else self._rows
         self._padded: DataLoader[Any] = DataLoader(
             entries,
@@ -304,7 +305,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         return self._key if self._draws is None else self._draws.key
 
     def _place(self, number: int) -> tuple[int, int, int]:
-        """(epoch, draw, microbatch) of the microbatch that the sampler yielded last."""
+        """(epoch, draw, microbatch) of the last microbatch that the sampler yielded."""
         if self._draws is None:
             return self.tracker.epochs, number, 0
         mark = self._rows.last
@@ -315,10 +316,10 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def is_real(self) -> Tensor:
         """`[B]`, bool: which rows of the current microbatch are samples. PRIVATE: keep it secret.
 
-        Of packed documents it is which documents there are, of pairs which pairs. It is False
-        everywhere in a trial, so sum over it, `total += losses[loader.is_real].sum()`, and count
-        it, `count += loader.is_real.sum()`: a mean would be NaN. The losses of padding rows mean
-        nothing.
+        With packed documents it has one element for each document, with pairs one for each pair.
+        It is False everywhere in a trial, where a mean would be NaN. So use sums and counts:
+        `total += losses[loader.is_real].sum()` and `count += loader.is_real.sum()`. The losses of
+        padding rows have no meaning.
         """
         mark = self._current_mark()
         if mark.units is not None and mark.units.are_rows and not self.has_pairs:
@@ -333,17 +334,17 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
 
     @property
     def bad_entries(self) -> int:
-        """Samples so far that a padding row replaced, and entries of no unit. PRIVATE.
+        """Number of samples that a padding row replaced so far, and of entries without unit.
 
-        Such samples could not be read or put into a batch.
+        These samples could not be read or put into a batch. PRIVATE.
         """
         return self._bad_entries
 
     @property
     def releases(self) -> int:
-        """How many logical batches were released so far, with the one whose release has begun.
+        """The number of logical batches whose release has begun or ended so far.
 
-        It is public, unlike the number of microbatches: count steps and schedules by it.
+        It is public, unlike the number of microbatches. Use it to count steps and for schedules.
         """
         return self.tracker.releases
 
@@ -352,17 +353,17 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
             raise RuntimeError(
                 "there is no current batch of this loader: iterate over it first. Batches of "
                 "BatchMemoryManager are its own: in place of `if loader.is_last:` write `if not "
-                "optimizer.step_was_skipped:` behind optimizer.step(), and all its rows are "
+                "optimizer.step_was_skipped:` after optimizer.step(); all rows of its batches are "
                 "samples"
             )
         return self._mark
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # The samplers ask too, but DataLoader workers fetch batches ahead of the releases.
+        # The samplers ask too, but with DataLoader workers they run ahead of the releases.
         draw = None if self._draws is None else self._draws.position
         if not self.tracker.may_begin(True, draw):
             if draw is not None and self.plan.bands > 1:
-                # What is left of a round belongs to a draw that the loop has left.
+                # The rest of the round belongs to a draw that the loop has left.
                 self.tracker.resume(draw, returns=self.tracker.returns)
             return
         self.tracker.abandon()
@@ -375,7 +376,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
             self.tracker.end_epoch(self._mark)
 
     def _observed(self, marked: Iterator[tuple[Any, BatchMark]]) -> Iterator[Any]:
-        """The batches, each compared with those before it."""
+        """Yield the batches, and compare each batch with those before it."""
         for batch, mark in marked:
             self._mark = mark
             if self.has_pairs:
@@ -392,7 +393,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
                 return
 
     def seed_loop(self, purpose: str = "loop") -> None:
-        """Seed what the loop draws in this run of the current microbatch."""
+        """Seed the random numbers that the loop draws in this run of the current microbatch."""
         mark = self._current_mark()
         epoch = self.tracker.epochs if self._draws is None else 0
         self._seeds.seed(purpose, epoch, mark.draw, mark.microbatch)
@@ -400,11 +401,11 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
             self._place_trial.start()
 
     def drawing_apart(self) -> AbstractContextManager[None]:
-        """Draw numbers in the block without changing those drawn after it."""
+        """Draw random numbers in the block without changing later random numbers."""
         return self._seeds.apart()
 
     def _fetched(self) -> Iterator[Collated]:
-        """What the DataLoader yields. Only a sampler of the user draws from its generators."""
+        """Yield the DataLoader's batches; only a sampler of the user draws from its generators."""
         if self._draws is not None:
             self._seeds.begin()
         batches, trial, fitting = iter(self._padded), self._trial, self._fitting
@@ -419,7 +420,6 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
                 self._seeds.begin()
 
     def _marked_draws(self) -> Iterator[tuple[Any, BatchMark]]:
-        """Microbatches of draws, with their marks."""
         marks = None
         for made in self._fetched():
             if marks is None:
@@ -434,7 +434,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def _tried(
         self, made: Collated, mark: BatchMark, epoch: int
     ) -> Iterator[tuple[Any, BatchMark]]:
-        """The microbatch; where it is tried, altered ones first, and the public example."""
+        """Yield the microbatch; before it the public example and its altered versions, if due."""
         trial, batch = self._trial, made.batch
         if trial is not None:
             trial.sandbox.end_microbatch()
@@ -462,11 +462,11 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         yield batch, mark
 
     def _example_tried(self, mark: BatchMark, epoch: int) -> Iterator[tuple[Any, BatchMark]]:
-        """The example of make_private, altered and as it is, before the first microbatch."""
+        """Yield the example of make_private, altered and unaltered, before any microbatch."""
         for given in () if self._example is None else self._example.runs():
             size = len(given.kept)
             units = Pairs.units(size) if self.has_pairs else given.units
-            # Another place than that of the first microbatch, with masks of its own.
+            # Numbered -1, so that its random masks are not those of the first microbatch.
             own = replace(BatchMark(mark.draw, size, False, -1).of_trial, units=units)
             self.tracker.begin_microbatch(own, epoch)
             yield given.batch, own
@@ -474,9 +474,9 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def _tried_elsewhere(
         self, made: Collated, mark: BatchMark, epoch: int, *, is_due: bool
     ) -> Iterator[tuple[Any, BatchMark]]:
-        """What precedes a microbatch that is tried in other places, one of a draw.
+        """Yield a microbatch with its samples in other places, before itself, once per draw.
 
-        Samples have less padding or exchange their rows, or documents stand elsewhere in theirs.
+        Samples have less padding or exchange their rows, or documents are elsewhere in their rows.
         """
         place_trial = self._place_trial
         begins = mark.microbatch == 0
@@ -484,7 +484,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
             return
         for given in place_trial.runs(made.batch, self._places(made, mark, epoch)):
             try:
-                # Another place, so that masks of the microbatch are those without these runs.
+                # Numbered below -1, so that these runs do not change the microbatch's own masks.
                 own = replace(mark.of_trial, microbatch=-2 - mark.microbatch)
                 if isinstance(given, PackedBatch):
                     own = replace(own, units=given.units)
@@ -498,7 +498,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
                     self.tracker.leave_trial()
 
     def _places(self, made: Collated, mark: BatchMark, epoch: int) -> list[Place]:
-        """Other places of the samples of a microbatch."""
+        """Versions of a microbatch with its samples in other places."""
         if isinstance(made.batch, PackedBatch):
             other = moved(made.batch) or copied(made.batch)
             return [Place(other, self._kept_units([True] * mark.size, mark), OTHER_NEIGHBORS)]
@@ -514,16 +514,15 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         return places
 
     def _kept_units(self, rows: list[bool], mark: BatchMark) -> Tensor:
-        """`[U]`, bool: samples of which all rows are kept."""
+        """`[U]`, bool: which samples keep all of their rows."""
         index = torch.arange(mark.size) if mark.units is None else mark.units.index
-        if len(index) != len(rows):  # of pairs
+        if len(index) != len(rows):  # `rows` has one element for each pair
             index = torch.arange(mark.size)
         lost = index[[not kept for kept in rows]]
         kept = torch.bincount(lost, minlength=mark.size)[: mark.size] == 0
         return kept if mark.real is None else kept & mark.real
 
     def _marked_epoch(self) -> Iterator[tuple[Any, BatchMark]]:
-        """Batches of the loader's own epoch, with their marks."""
         remaining = len(self.dataset)  # type: ignore[arg-type]
         for number, made in enumerate(self._fetched()):
             size = min(int(self.expected_batch_size), remaining)
@@ -536,7 +535,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
                 yield given, its_mark
 
     def _without(self, bad: Sequence[int], mark: BatchMark) -> BatchMark:
-        """The mark of a batch in which padding is in place of some entries."""
+        """Return the mark of a batch in which padding replaces the bad entries; count them."""
         left = mark.without(bad)
         count = mark.count
         self._bad_entries += count - left.count
@@ -546,25 +545,25 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def try_first(
         self, trial: Trial, place_trial: PlaceTrial | None, example: ExampleTrial | None
     ) -> None:
-        """Yield some microbatches several times, first as the trials alter them."""
+        """Set the trials, whose altered versions of a microbatch are yielded before it."""
         self._trial, self._place_trial, self._example = trial, place_trial, example
 
     def state_dict(self) -> dict[str, int]:
-        """The position. A draw that was not released yet is still to come."""
+        """Return the position. A draw that was not released yet counts as not drawn."""
         state = {"next_draw": self.tracker.next_draw, "returns": self.tracker.returns}
-        # With another loader's signals the current draw is unknown.
+        # If another loader signals the steps, the current draw is unknown.
         if self.tracker.signalled and self._draws is not None:
             state["next_draw"] = self._draws.position
         return state
 
     def load_state_dict(self, state: Mapping[str, int], *, key: bytes | None = None) -> None:
-        """Continue at a position; epochs that are under way end. All ranks call this together.
+        """Continue at a position; open epochs end. All ranks call this together.
 
-        A loader that is set back makes other draws in place of those that it has made.
+        A loader that is set back makes other draws instead of those that it has already made.
 
         Args:
             state: a `state_dict()` of a loader with this sampling scheme.
-            key: a key that replaces the loader's own.
+            key: a key that replaces the loader's own key; None to keep it.
         """
         draw, returns = int(state["next_draw"]), int(state.get("returns", 0))
         if self._draws is None:

@@ -1,8 +1,8 @@
 """LogicalBatches: iterates over a private loader by logical batch, for loops that count steps.
 
-Trainers take one entry of a loader for one optimizer step, and stop after `len(loader)` entries.
-The number of microbatches of a logical batch is random and private, so here one entry is all of
-them.
+Trainers make one optimizer step per element of a loader, and stop after `len(loader)` elements.
+The number of microbatches of a logical batch is random and private, so here one element holds all
+microbatches of a logical batch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .loader import PrivateDataLoader
 
 
 class LogicalBatch:
-    """The microbatches of one logical batch, which are loaded while it is iterated over, once.
+    """The microbatches of one logical batch, loaded while the loop iterates over it, once.
 
     Args:
-        loader: the loader that yields them.
+        loader: the loader that yields the microbatches.
         first: the first microbatch.
-        others: the loader's own iterator.
-        device: where to put tensors; None to leave them.
+        others: the loader's iterator, which yields the other microbatches.
+        device: the device to move tensors to; None to leave them where they are.
     """
 
     def __init__(
@@ -41,22 +41,21 @@ class LogicalBatch:
 
     def __iter__(self) -> Iterator[Any]:
         with self._loader.tracker.inside():
-            # What the loop has drawn before it may be another number of times in a trial.
+            # In trials the loop may have drawn another number of random values before this.
             self._loader.seed_loop()
             yield self._moved(self._first)
             while not self._loader.is_last:
                 yield self._moved(next(self._others))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> LogicalBatch:
-        """The same microbatches, whose tensors are put on `device` when they are loaded."""
+        """Return the same microbatches; their tensors are moved to `device` when loaded."""
         return LogicalBatch(self._loader, self._first, self._others, device)
 
     def _refuse_names(self, *_: Any) -> NoReturn:
         raise TypeError(
-            "a LogicalBatch has no fields and no length: it is all microbatches of a step, to "
-            "iterate over. A DPTrainer calls compute_loss for each of them: override that in "
-            "place of training_step, or call super().training_step(model, inputs) with the same "
-            "inputs"
+            "a LogicalBatch has no fields and no length: iterate over it to get the microbatches "
+            "of a step. A DPTrainer calls compute_loss for each of them: override that instead of "
+            "training_step, or call super().training_step(model, inputs) with the same inputs"
         )
 
     __getitem__ = __len__ = keys = items = values = get = pop = _refuse_names
@@ -73,16 +72,16 @@ class LogicalBatches:
     """Yields a `LogicalBatch` for each release of an epoch.
 
     The loop calls `engine.backward(losses)` for each microbatch of a logical batch, and
-    `optimizer.step()` once after them. `len()` is the number of releases of an epoch, which is
-    public.
+    `optimizer.step()` once after the last microbatch. `len()` is the number of releases of an
+    epoch, which is public.
 
     Args:
-        loader: returned by `make_private`.
+        loader: the loader that `make_private` returned.
 
     Raises:
-        ValueError: for another loader.
-        RuntimeError: the loop asks for the next logical batch before it took all microbatches of
-            this one.
+        ValueError: the loader is not private.
+        RuntimeError: the loop requests the next logical batch before it took all microbatches of
+            the current one.
     """
 
     def __init__(self, loader: PrivateDataLoader):
@@ -109,6 +108,6 @@ class LogicalBatches:
             if not self.loader.is_last:
                 raise PrivateRefusal(
                     "the next logical batch was asked for before the last microbatch of this one: "
-                    "iterate over the whole LogicalBatch, and call engine.backward(losses) for "
-                    "each of its microbatches, before optimizer.step()"
+                    "iterate over the whole LogicalBatch and call engine.backward(losses) for "
+                    "each of its microbatches, then call optimizer.step()"
                 ) from None

@@ -1,4 +1,4 @@
-"""Tries, before training, whether a dataset and its collate function keep the order of entries."""
+"""Tests before training whether a dataset and its collate function keep the order of entries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .entries import FittingCollate, ReadableEntries, Unreadable, copied
 _CANDIDATES = 32
 _CHOICES = 4
 _BATCHES = 8
-# Means of random rows differ by more standard errors than this in less than 1 of 100 pairs.
+# The means of random rows differ by more than 3 standard errors in less than 1 of 100 pairs.
 _ERRORS = 3.0
 _AGREE = 3
 _SECONDS = 3.0
@@ -28,12 +28,12 @@ _DEPTH = 8  # objects may hold each other
 
 
 def moves_rows(fitting: FittingCollate) -> bool:
-    """Whether rows are in another order than the entries of which they are made.
+    """Return whether rows are in another order than the entries from which they are made.
 
-    Three entries are made into batches in several orders, and it is seen in which row the content
-    of each is. Contents that are random, by augmentation or dropout, are compared by their means
-    over 8 batches. Short entries are tried with long ones, and entries that follow each other. An
-    order that only some other entries or random numbers decide is not seen.
+    Batches of three entries are made in several orders, to find the row of each entry's content.
+    Random contents (augmentation, dropout) are compared by their means over 8 batches. The test
+    combines short and long entries, and adjacent entries. An order that depends on other entries
+    or on random numbers is not detected.
 
     Args:
         fitting: the function and the dataset, of which at most 32 entries are read.
@@ -63,7 +63,6 @@ def moves_rows(fitting: FittingCollate) -> bool:
 
 
 def _read(dataset: ReadableEntries) -> dict[int, Any]:
-    """Entries from all over the dataset, by their index."""
     deadline = time.monotonic() + _SECONDS
     last = len(dataset) - 1
     read: dict[int, Any] = {}
@@ -78,7 +77,7 @@ def _read(dataset: ReadableEntries) -> dict[int, Any]:
 
 
 def _choices(read: dict[int, Any]) -> Iterator[list[int]]:
-    """Indices of a short entry, a long one and another, and of entries that follow each other."""
+    """Indices of a short, a long and a medium entry, and of entries that follow each other."""
     sizes = {index: _vector(entry).numel() for index, entry in read.items()}
     by_size = sorted(sizes, key=sizes.__getitem__)
     half = len(by_size) // 2
@@ -89,19 +88,19 @@ def _choices(read: dict[int, Any]) -> Iterator[list[int]]:
 
 
 def _is_moved(make: Callable[[list[int]], Any], entries: list[int], others: list[int]) -> bool:
-    """Whether some field has rows in another order, and none in that of the entries.
+    """Whether some field has its rows in another order, and no field in the entries' order.
 
     Args:
-        make: makes a batch of the entries of these indices.
+        make: function that makes a batch from indices.
         entries: indices of the dataset.
-        others: the same in another order.
+        others: the same indices in another order.
     """
     moved, size = False, len(entries)
     batches = (_fields(make, own) for own in ([entries[0]] * size, entries, others))
     expected = tuple(map(others.index, entries))
     for alone, before, after in zip(*batches, strict=True):
         if any(_is_apart(*_distance(alone[:, 0], alone[:, row])) for row in range(1, size)):
-            continue  # It numbers the rows.
+            continue  # The field numbers the rows.
         length = max(before.shape[2], after.shape[2])
         x, y = (F.pad(rows, (0, length - rows.shape[2])) for rows in (before, after))
         found = {}
@@ -127,7 +126,7 @@ def _is_apart(distance: float, error: float) -> bool:
 
 
 def _fields(make: Callable[[list[int]], Any], indices: list[int]) -> list[Tensor]:
-    """`[n, B, d]` of each field that has a row for each of B entries, from n batches."""
+    """`[n, B, d]` for each field that has a row for each of B entries, from n batches."""
     size = len(indices)
     batches = [list(_columns(make(indices), size)) for _ in range(2)]
     if any(not torch.equal(x, y) for x, y in zip(*batches, strict=True)):
@@ -141,7 +140,7 @@ def _fields(make: Callable[[list[int]], Any], indices: list[int]) -> list[Tensor
 
 
 def _columns(batch: Any, size: int, depth: int = 0) -> Iterator[Tensor]:
-    """`[B, d]` of each part of a batch that has B rows; a tuple of B fields looks like one."""
+    """`[B, d]` for each part of a batch that has B rows; a tuple of B fields counts as one."""
     is_array = isinstance(batch, Tensor | np.ndarray)
     if (batch.ndim if is_array else isinstance(batch, list | tuple)) and len(batch) == size:
         yield pad_sequence([_vector(row) for row in batch], batch_first=True)
@@ -151,7 +150,7 @@ def _columns(batch: Any, size: int, depth: int = 0) -> Iterator[Tensor]:
 
 
 def _vector(value: Any, depth: int = 0) -> Tensor:
-    """Its numbers and texts, as numbers of double precision `[d]`."""
+    """The numbers and texts in a value, as numbers of double precision `[d]`."""
     if isinstance(value, np.ndarray | np.generic):
         is_number = value.dtype.kind in "biuf"
         value = torch.as_tensor(value.astype(np.float64)) if is_number else value.tolist()

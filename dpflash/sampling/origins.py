@@ -1,4 +1,4 @@
-"""Which entries a dataset consists of, below Subset and ConcatDataset."""
+"""The entries of which a dataset consists, inside of Subset and ConcatDataset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..refusal import PrivateRefusal
 class FixedEntries:
     """The entries of a dataset, for which draws, units and epsilon are computed.
 
-    What the entries hold may change, as in a curriculum.
+    The contents of the entries may change, as in a curriculum.
     """
 
     def __init__(self, dataset: Dataset[Any]) -> None:
@@ -22,18 +22,18 @@ class FixedEntries:
         self._seen = _digest(dataset)
 
     def refuse_changed(self) -> None:
-        """Refuse a dataset that has other entries now.
+        """Refuse a dataset whose entries have changed.
 
         Raises:
-            PrivateRefusal: it has another length, or another entry below Subset or ConcatDataset.
+            PrivateRefusal: the length, or an entry inside of Subset or ConcatDataset, differs.
         """
         if _digest(self._dataset) != self._seen:
             raise PrivateRefusal(
                 "data_loader.dataset has other entries than in make_private (it was extended or "
-                "cut, or the indices of a Subset were replaced), but draws and epsilon are of "
-                "those. Call engine.detach(model), and make_private with the new dataset: their "
-                "epsilons add up. Whether an entry is in it must depend on that entry alone, as "
-                "by a threshold, and not on the others, as for the k hardest"
+                "cut, or the indices of a Subset were replaced), but draws and epsilon were "
+                "computed for those. Call engine.detach(model), and make_private with the new "
+                "dataset: the epsilons add up. Whether an entry is in the new dataset must depend "
+                "on that entry alone (a threshold), and not on others (the k hardest)"
             ) from None
 
 
@@ -47,19 +47,19 @@ def _digest(dataset: Dataset[Any]) -> int | bytes:
 
 
 def refuse_repeated(dataset: Dataset[Any]) -> None:
-    """Refuse a dataset that visibly has an entry twice, as oversampling makes it."""
+    """Refuse a dataset that visibly has an entry more than once, for instance by oversampling."""
     whose, which = _origins(dataset, {})
     if len(np.unique(whose * (which.max() + 1) + which)) < len(which):
         raise ValueError(
             "data_loader.dataset has an entry more than once (a dataset that is twice in a "
-            "ConcatDataset, or indices of a Subset that repeat), and each time it would be a "
-            "privacy unit of its own, with an epsilon too small. Take it once, and give its loss "
+            "ConcatDataset, or indices of a Subset that repeat). Each copy would be a separate "
+            "privacy unit, and epsilon would be too small. Take the entry once, and give its loss "
             "a larger weight; or pass unit_of=, which names one unit for all of its copies"
         )
 
 
 def _origins(dataset: Dataset[Any], known: dict[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """For each entry the number of the dataset below Subset and ConcatDataset, and its index."""
+    """For each entry, the number of the innermost dataset that holds it, and its index there."""
     if type(dataset) is ConcatDataset:
         parts = [_origins(part, known) for part in dataset.datasets]
         return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])

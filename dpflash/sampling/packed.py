@@ -1,4 +1,4 @@
-"""PackedSampler: which documents of a draw go into which microbatch of packed rows."""
+"""PackedSampler: divides the documents of a draw into microbatches of packed rows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .entries import Collated
 from .slots import Draws, SlotSampler
 from .unit_groups import UnitGroups
 
-_FIRST = 7  # entries that are looked at before the first batch
+_FIRST = 7  # number of entries that are checked before the first batch
 
 
 class DocumentsOf(Dataset[tuple[Any, int]]):
-    """Samples as `PackedSampler` yields them: what was read, and the tokens reserved for it.
+    """Reads the samples that `PackedSampler` yields: (sample, number of tokens reserved for it).
 
     Args:
-        dataset: of single documents.
+        dataset: dataset of single documents.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -42,7 +42,7 @@ class DocumentsOf(Dataset[tuple[Any, int]]):
 
 
 class PackedCollate:
-    """Packs the samples of a microbatch, and names those that are no documents."""
+    """Packs the samples of a microbatch, and lists samples that are not documents as bad."""
 
     def __init__(self, pack: PackTo) -> None:
         self.pack = pack
@@ -51,27 +51,26 @@ class PackedCollate:
         return self.placed([(sample, self.pack.length_of(sample)) for sample in samples])
 
     def placed(self, samples: list[tuple[Any, int]]) -> Collated:
-        """The same of samples of `DocumentsOf`, each cut to the tokens reserved for it."""
+        """Pack samples of `DocumentsOf`, each cut to the number of tokens reserved for it."""
         read = [self.pack.read(sample, room) for sample, room in samples]
         batch = self.pack.packed(read, [room for _, room in samples])
         return Collated(batch, [i for i, parts in enumerate(read) if not parts])
 
 
 class PackedSampler(SlotSampler):
-    """A `SlotSampler` of documents, whose slots are those of packed rows.
+    """A `SlotSampler` of documents, which `PackTo.microbatches` divides into microbatches.
 
-    `PackTo.microbatches` places them; all ranks get the same number of microbatches.
+    All ranks get the same number of microbatches. Yields (index, length) of each sample, with a
+    tuple of indices if units are drawn.
 
     Args:
         draws: the sampler, whose key also chooses documents of units.
-        dataset: of the documents, whose lengths are looked up when they are drawn first. Most of
-            the first ones must be documents. A document that is longer when it is read again is
-            cut to that length, and no other one moves.
+        dataset: dataset of documents. Most of its first entries must be documents. The length of a
+            document is read when it is first drawn. If a later read returns a longer document, it
+            is cut to that length, so that no other document moves.
         collate: packs the samples of a microbatch.
-        groups: the documents of each unit, where units are drawn; documents for which a
-            microbatch has no room are left out of a unit.
-
-    It yields (index, length) of each sample, with a tuple of indices where units are drawn.
+        groups: the documents of each unit, if units are drawn. Documents of a unit that do not fit
+            into a microbatch are left out.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class PackedSampler(SlotSampler):
             raise PrivateRefusal(
                 "entries of the dataset are no documents for PackTo: expected 1-D tensors or "
                 "lists of token ids, or mappings with these as 'input_ids' (and 'labels' of the "
-                "same length); convert them in the dataset"
+                "same length); convert the entries in the dataset"
             ) from None
         yield from super().__iter__()
 
@@ -101,7 +100,6 @@ class PackedSampler(SlotSampler):
         return rows, torch.arange(self.slots) < len(placed), None
 
     def _samples(self, draw: int, drawn: list[int]) -> list[tuple[int, ...]]:
-        """The documents of each drawn sample."""
         if self._groups is None:
             return [(index,) for index in drawn]
         samples = []
@@ -116,7 +114,7 @@ class PackedSampler(SlotSampler):
         return samples
 
     def placed(self, draw: int, drawn: list[int]) -> Any:
-        """The samples of each microbatch of this rank."""
+        """Return the samples of each microbatch of this rank."""
         samples = self._samples(draw, drawn)
         rank, ranks = self._draws.rank_part
         lengths = [sum(map(self._length, sample)) for sample in samples]
@@ -128,7 +126,7 @@ class PackedSampler(SlotSampler):
     def _length(self, index: int) -> int:
         if index not in self._lengths:
             with random_state_kept():
-                # Where lengths are random, it is the same on all ranks.
+                # Seeded, so that a random length is the same on all ranks.
                 seed_generators(seed_of(self._draws.key, f"length-{index}"))
                 self._lengths[index] = self._collate.length_of(self._dataset[index])
         return self._lengths[index]

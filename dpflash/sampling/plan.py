@@ -1,4 +1,4 @@
-"""SamplingPlan: how logical batches are drawn, and what the release of one costs."""
+"""SamplingPlan: how logical batches are drawn, and the privacy cost of releasing one."""
 
 from __future__ import annotations
 
@@ -52,35 +52,34 @@ from .unit_groups import UnitGroups
 
 ALLOCATION = "random_allocation"
 SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic_poisson", ALLOCATION)
-# Those in which samples are drawn independently of each other, so that draws vary in size.
+# Samplings that draw samples independently of each other, so that draws vary in size.
 INDEPENDENT = ("poisson", "cyclic_poisson", ALLOCATION)
-# In `scheme`: a digest of who owns which entry. PRIVATE.
+# Key in `scheme` of a digest of who owns which entry. PRIVATE.
 ENTRIES_OF_UNITS = "entries of each unit"
-# A probability below what delta may notice, in thousands of steps and with epsilon 10.
+# A probability that is negligible against delta, in thousands of steps and with epsilon 10.
 _FREE = 1e-16
 
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """The numbers of a run's draws. All are public, but for num_samples where a size is declared.
+    """How a run draws logical batches. Public, except num_samples if a public size is declared.
 
     Attributes:
         sampling: one of `SAMPLINGS`.
         dataset: the entries that may be drawn.
-        num_samples: how many samples, which are entries, or units where these are drawn.
-        dataset_size: the public size; num_samples where none was declared.
-        has_public_size: whether one was declared.
-        batch_size: samples of a batch of the loader.
-        sample_rate: probability of a sample in a draw, of those of `INDEPENDENT`. With cyclic
-            ones, of a draw whose part is not known.
+        num_samples: the number of samples: of units if units are drawn, else of entries.
+        dataset_size: the declared public size, else num_samples.
+        has_public_size: whether a public size was declared.
+        batch_size: batch size of the user's loader.
+        sample_rate: probability of a sample in a draw, for samplings in `INDEPENDENT`. For cyclic
+            draws it is the probability if the part of the draw is not known.
         steps_per_epoch: logical batches of one epoch.
-        max_batch_size: a draw of more samples is cut; None for no cut.
-        max_dataset_size: no dataset is larger; None where none was declared.
-        groups: the entries of each privacy unit; None where each entry is one.
-        packing: the collate function that packs documents; None where rows are samples.
+        max_batch_size: a draw with more samples is cut to this size; None for no cut.
+        max_dataset_size: declared upper bound of any dataset's size; None if not declared.
+        groups: the entries of each privacy unit; None if each entry is a unit.
+        packing: the collate function that packs documents; None if rows are samples.
         has_pairs: whether samples are pairs of rows, see `dpflash.packing.Pairs`.
-        mechanism: noise that is correlated over the releases, or of one band; None if there is
-            none.
+        mechanism: the banded noise mechanism, also if it has one band; None for plain noise.
     """
 
     sampling: str
@@ -112,7 +111,7 @@ class SamplingPlan:
         groups: UnitGroups | None = None,
         noise_mechanism: Banded | None = None,
     ) -> SamplingPlan:
-        """The plan for the dataset and the batch size of a plain loader.
+        """Return the plan for the dataset and the batch size of a plain loader.
 
         The other arguments are those of `dpflash.PrivacyConfig`, and the entries of its units.
 
@@ -140,7 +139,7 @@ class SamplingPlan:
             rate = 1 / steps
         if noise_mechanism is not None:
             _refuse_small_parts(noise_mechanism.bands, batch_size, rate)
-        # Where no size was declared, the dataset's own is public.
+        # If no size was declared, the dataset's own size counts as public.
         most = max_dataset_size or num_samples
         if max_batch_size is not None and num_samples > most:
             raise PrivateRefusal(
@@ -174,14 +173,14 @@ class SamplingPlan:
 
     @property
     def expected_batch_size(self) -> float:
-        """Samples that a draw is expected to have; the divisor of a step."""
+        """The expected number of samples in a draw, which is the divisor of a step."""
         if self.sampling == ALLOCATION:
             return self.dataset_size / self.steps_per_epoch
         return float(self.batch_size)
 
     @property
     def cut(self) -> int | None:
-        """The size to which draws are cut; None where no draw is larger."""
+        """The size to which draws are cut; None if no draw can be larger."""
         return None if (self.max_batch_size or 0) >= self._most else self.max_batch_size
 
     @property
@@ -190,7 +189,7 @@ class SamplingPlan:
 
     @property
     def least_free_cut(self) -> int:
-        """The least max_batch_size that adds next to nothing to delta."""
+        """The least max_batch_size whose effect on delta is negligible."""
 
         def is_free(cap: int) -> bool:
             return truncation_probability(self._most, self.sample_rate, cap) < _FREE
@@ -198,11 +197,11 @@ class SamplingPlan:
         return 1 + bisect_left(range(1, self._most), True, key=is_free)
 
     def slots(self, *, ranks: int = 1, at_most: int | None = None) -> int | None:
-        """Rows of each microbatch of a rank; None for the batches of a shuffled epoch.
+        """Return the number of slots of each microbatch of a rank; None for shuffled epochs.
 
         Args:
             ranks: number of ranks that split each draw.
-            at_most: upper bound of the rows; None for none.
+            at_most: upper bound of the number of slots; None for no bound.
         """
         if self.sampling == "shuffled":
             return None
@@ -217,16 +216,16 @@ class SamplingPlan:
 
     @property
     def bands(self) -> int:
-        """How many releases of a block one `event` pays for, see `dpflash.step.block`."""
+        """How many releases of a block one `event` covers, see `dpflash.step.block`."""
         return 1 if self.mechanism is None else self.mechanism.bands
 
     @property
     def rate_of_part(self) -> float:
-        """Probability of a sample in the draws of its part."""
+        """The probability of a sample in a draw from its own part."""
         return 1.0 if self.sample_rate * self.bands > 1 else self.sample_rate * self.bands
 
     def events_of(self, steps: int) -> int:
-        """How many of `event` pay for this many logical batches, if none is lost."""
+        """Return how often `event` is charged for `steps` logical batches, if none is lost."""
         is_epoch = self.event_covers_epoch or self.is_allocated
         return -(-steps // (self.steps_per_epoch if is_epoch else self.bands))
 
@@ -241,10 +240,10 @@ class SamplingPlan:
         return self.sampling == ALLOCATION
 
     def event(self, noise_multiplier: float) -> Event:
-        """Cost of releasing one logical batch with this noise.
+        """Return the cost of releasing one logical batch with this noise.
 
-        The event of a shuffled loader, or of random allocation, is a whole epoch, with its least
-        noise multiplier; that of cyclic draws is a round of one logical batch of each part.
+        With shuffled epochs or random allocation the event covers a whole epoch, with the epoch's
+        least noise multiplier. With cyclic draws it covers one logical batch of each part.
         """
         if self.sampling == "shuffled":
             return ShuffledGaussian(noise_multiplier=noise_multiplier)
@@ -254,7 +253,7 @@ class SamplingPlan:
                 batch_size=self.batch_size,
                 num_samples=self.num_samples,
             )
-        # Who owns which entry is public where entries are of several units.
+        # If entries have several units, who owns which entry is public.
         is_public = self.has_public_size and not (self.groups and self.groups.has_shared)
         given: dict[str, Any] = {
             "relation": ADD_REMOVE if is_public else ZERO_OUT,
@@ -274,7 +273,7 @@ class SamplingPlan:
 
     @property
     def sampler_name(self) -> str:
-        """As the accountant calls it: "truncated_poisson", or that of `sampling`."""
+        """The accountant's name of the sampling, which may be "truncated_poisson"."""
         return self.event(1.0).sampler
 
     # Privacy unit
@@ -291,7 +290,7 @@ class SamplingPlan:
 
     @property
     def grouping(self) -> str | None:
-        """Digest of which entries form one unit. PRIVATE. None where each entry is one."""
+        """Digest of which entries form one unit; None if each entry is a unit. PRIVATE."""
         return None if self.groups is None else self.groups.digest
 
     @property
@@ -308,14 +307,14 @@ class SamplingPlan:
         text = f"{user}, of which training uses at most {most}, each clipped by itself"
         if self.groups.has_shared:
             text += (
-                "; an entry may be of several users, and who owns which entry is taken as public "
+                "; an entry may be of several users, and who owns which entry counts as public "
                 "(fixed-graph relation, arXiv:2503.03622)"
             )
         return text
 
     @property
     def scheme(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the one that was saved."""
+        """The properties that must be equal in a saved run and in the run that resumes it."""
         scheme = {
             "sampler": self.sampler_name,
             "num_samples": self.dataset_size,
@@ -327,7 +326,7 @@ class SamplingPlan:
         if self.mechanism is not None and self.bands > 1:
             scheme["noise_mechanism"] = list(self.mechanism.coefficients)
         if self.groups is not None:
-            # Another user in a user's place would be protected from some of the releases alone.
+            # If a unit were replaced by another, epsilon would miss some releases of both.
             scheme[ENTRIES_OF_UNITS] = self.grouping
         return scheme if self.unit == SAMPLE else {**scheme, "unit": self.unit_in_words}
 
@@ -335,7 +334,7 @@ class SamplingPlan:
 def _declared(
     batch_size: int, size: int | None, rate: float | None, steps: int | None
 ) -> tuple[int, float, int]:
-    """(public size, sample rate, steps of an epoch) from the size, or from the other two."""
+    """(public size, sample rate, steps per epoch) from `size`, or from `rate` and `steps`."""
     if size is None:
         assert rate is not None and steps is not None
         return round(Fraction(batch_size) / Fraction(rate)), rate, steps
@@ -348,12 +347,12 @@ def _declared(
 
 
 def _refuse_small_parts(bands: int, batch_size: int, rate: float) -> None:
-    """Refuse draws of one part of the dataset that are expected to be larger than the part."""
+    """Refuse an expected batch size that is larger than a part of the dataset."""
     if bands * rate > 1 and not math.isclose(bands * rate, 1, rel_tol=1e-9):
         raise ValueError(
-            f"data_loader.batch_size={batch_size} with {bands} bands of noise_mechanism: a draw "
-            f"is of one of {bands} parts of the dataset, and no part is expected to have so many "
-            "samples; pass a smaller batch_size, or fewer bands"
+            f"data_loader.batch_size={batch_size} with {bands} bands of noise_mechanism: each "
+            f"draw is from one of {bands} parts of the dataset, whose expected size is below "
+            "batch_size; pass a smaller batch_size, or fewer bands"
         )
 
 
@@ -369,8 +368,8 @@ def _length(dataset: Any) -> int:
         ) from error
     if getattr(type(dataset), "__getitem__", None) in (None, Dataset.__getitem__):
         raise ValueError(
-            f"data_loader.dataset={type(dataset).__name__} has no __getitem__, by which its "
-            f"entries are drawn; {remedy}"
+            f"data_loader.dataset={type(dataset).__name__} has no __getitem__, which draws need "
+            f"to read single entries; {remedy}"
         )
     if num_samples == 0:
         raise ValueError("data_loader.dataset is empty; training needs at least one sample")
@@ -386,15 +385,16 @@ def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
     library = wrapper_of(loader)
     if library is not None:
         raise ValueError(
-            f"data_loader={type(loader).__name__} of {library}, which draws in its own way: pass "
-            "the DataLoader that was prepared or set up, and prepare what make_private returns"
+            f"data_loader={type(loader).__name__} of {library}, which draws batches itself: pass "
+            "the DataLoader that it was made from, and prepare the loader that make_private "
+            "returns"
         )
     if not isinstance(loader, DataLoader):
         raise ValueError(
             f"data_loader={type(loader).__name__}: expected a torch.utils.data.DataLoader"
         )
     if isinstance(loader, Prepared):
-        raise ValueError("data_loader is private already; pass the DataLoader it was made from")
+        raise ValueError("data_loader is private already; pass the original DataLoader")
     if isinstance(loader.dataset, IterableDataset):
         raise ValueError(
             "data_loader.dataset is an IterableDataset, whose samples cannot be drawn "
@@ -402,8 +402,8 @@ def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
         )
     if type(loader).__module__.startswith("opacus."):
         raise ValueError(
-            f"data_loader={type(loader).__name__} of Opacus, which draws by itself: pass the "
-            "plain DataLoader that it was made from, and make_private replaces its sampling"
+            f"data_loader={type(loader).__name__} of Opacus, which draws batches itself: pass the "
+            "plain DataLoader that it was made from, whose sampling make_private replaces"
         )
     if loader.batch_size is None:
         raise ValueError(
@@ -422,7 +422,7 @@ def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
         verb = "accounted for" if sampling == "shuffled" else f"replaced by {sampling} sampling"
         way_out = "DataLoader(dataset, batch_size=..., shuffle=True)"
         if isinstance(loader.sampler, SubsetRandomSampler):
-            # The whole dataset would have the entries that are held out, too.
+            # Drawing from the whole dataset would include the held-out entries.
             way_out = "DataLoader(Subset(dataset, indices), batch_size=...) with its indices"
         elif isinstance(loader.sampler, WeightedRandomSampler):
             way_out += ", and multiply the losses by public weights of the classes"

@@ -1,4 +1,4 @@
-"""What Accelerate and Lightning do with a private loader and optimizer: allowed, or refused."""
+"""Checks of what Accelerate and Lightning do with a private loader and optimizer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 class Prepared:
     """Mixin of the private loader and optimizer, which Accelerate must not wrap.
 
-    Its loader would draw other batches than the accountant assumes, and its optimizer would leave
-    out steps.
+    Accelerate's loader would draw other batches than the accountant assumes, and its optimizer
+    would skip steps.
     """
 
     @property
@@ -29,26 +29,25 @@ class Prepared:
         if steps != 1:
             raise ValueError(
                 f"Accelerator(gradient_accumulation_steps={steps}) with a private loader, whose "
-                "microbatches are accumulated already; leave it out, and pass "
-                "physical_batch_size= to make_private"
+                "microbatches are accumulated already; leave gradient_accumulation_steps out, and "
+                "pass physical_batch_size= to make_private"
             )
         return True
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, value: bool) -> None:
-        """Assigned by `Accelerator.prepare`."""
+        """Ignore the value that `Accelerator.prepare` assigns."""
 
 
 def refuse_lightning(closure: Callable[[], Any] | None, *, is_inside: bool) -> None:
     """Refuse the closure of a Lightning Trainer whose steps are not those of logical batches.
 
     Args:
-        closure: that the optimizer's step got.
+        closure: the closure passed to the optimizer's step.
         is_inside: whether the loop iterates over the microbatches of a logical batch.
 
     Raises:
-        RuntimeError: naming what to change; nothing was computed for this step yet, or nothing is
-            released.
+        RuntimeError: the message states what to change; nothing is released.
     """
     if not isinstance(closure, partial) or closure.func.__name__ != "_wrap_closure":
         return
@@ -59,19 +58,19 @@ def refuse_lightning(closure: Callable[[], Any] | None, *, is_inside: bool) -> N
             "microbatch and counts each as a step. Use:\n"
             "    self.automatic_optimization = False  # in __init__\n"
             "    for microbatch in batch: engine.backward(losses)  # in training_step, [B] each\n"
-            "    optimizer.step(); optimizer.zero_grad()  # behind it; optimizer = "
+            "    optimizer.step(); optimizer.zero_grad()  # after the loop; optimizer = "
             "self.optimizers()"
         )
     if is_inside:
         raise RuntimeError(
             "optimizer.step() inside of `for microbatch in batch`: Lightning counts each call in "
-            "trainer.global_step, which would tell how many microbatches there are. Call "
+            "trainer.global_step, which would reveal the number of microbatches. Call "
             "optimizer.step() and zero_grad() after that loop, once for each logical batch"
         )
     if module.trainer.world_size > 1:
         raise RuntimeError(
-            f"Lightning runs {module.trainer.world_size} processes, which would train a model "
-            "each, with an epsilon of its own: use Trainer(devices=1), or a plain loop with a "
+            f"Lightning runs {module.trainer.world_size} processes, each of which would train a "
+            "separate model with its own epsilon: use Trainer(devices=1), or a plain loop with a "
             "mesh (docs/ranks.md)"
         )
     loader = module.trainer.train_dataloader
@@ -85,6 +84,6 @@ def refuse_lightning(closure: Callable[[], Any] | None, *, is_inside: bool) -> N
 
 
 def wrapper_of(value: object) -> str | None:
-    """The library that has wrapped a loader or an optimizer; None for none."""
+    """Return the library that has wrapped a loader or an optimizer, or None."""
     library = type(value).__module__.split(".")[0]
     return library if library in ("accelerate", "lightning", "lightning_fabric") else None

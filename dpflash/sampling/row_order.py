@@ -1,8 +1,8 @@
-"""CollatedOrder: finds batches whose rows are in another order than the entries of them.
+"""CollatedOrder: finds batches whose rows are in another order than their entries.
 
-Padding rows are known by their position. A collate function that sorts a batch, by length for
-instance, would move padding to the position of a sample and count a sample once for each row that
-repeats it.
+Padding rows are identified by their position. A collate function that sorts a batch, by length for
+instance, would move padding to the position of a sample, and a sample would be counted once for
+each row that repeats it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from ..verification.digests import as_words, row_digests
 from .batch_tensors import batch_tensors
 
-# On a CPU all batches are looked at; on a GPU, where each look waits for it, so many.
+# On a CPU all batches are checked; on a GPU, where each check waits for the device, 8 batches.
 _LOOKED_AT = 8
 SORTING = (
     "so padding rows could not be distinguished from samples and nothing was released: keep the "
-    "loader's order, and sort inside of the model where a layer needs it (pack_padded_sequence "
+    "loader's order, and sort inside of the model if a layer needs it (pack_padded_sequence "
     "has enforce_sorted=False)"
 )
 
@@ -29,22 +29,22 @@ SORTING = (
 class CollatedOrder:
     """Finds batches whose rows are in another order than the entries that were fetched.
 
-    Rows that repeat one entry are equal, unless its contents are random or rows were moved. They
-    were moved if the row of another entry holds what this entry always becomes, and that other
-    entry always becomes something else. So entries that are equal to each other show nothing.
+    Rows that repeat one entry are equal, unless the entry is random or rows were moved. Rows were
+    moved if the row of another entry has the content that this entry always becomes, and that
+    other entry always becomes something else. Moves between equal entries are not detected.
     """
 
     def __init__(self) -> None:
         self._left = _LOOKED_AT
 
     def is_moved(self, batch: Any, indices: list[int], again: Callable[[int], Any]) -> bool:
-        """Whether rows of a batch were moved.
+        """Return whether rows of a batch were moved.
 
         Args:
-            batch: of the entries `indices`.
-            indices: of the dataset, some more than once.
-            again: takes an index; returns a batch of these entries and B + 1 more rows of the
-                entry with that index, which is fetched again.
+            batch: the batch of the entries `indices`.
+            indices: B indices of the dataset, of which some may repeat.
+            again: function of an index; returns a batch of the B entries and B + 1 more rows of
+                the entry with that index, which is fetched again.
         """
         size, (index, count) = len(indices), Counter(indices).most_common(1)[0]
         if count == 1 or not self._left:
@@ -67,10 +67,10 @@ class CollatedOrder:
 
 
 def _always(batch: Any, size: int) -> Tensor | None:
-    """Digests of the content that most rows of a batch have; None if there is none.
+    """Digests of the content that most of the 2 B + 1 rows of a batch have, or None.
 
     Args:
-        batch: `size` entries and more rows of one more entry.
+        batch: a batch of B entries and B + 1 rows of one entry.
         size: B.
     """
     tensors = _with_rows(batch_tensors(batch, 2 * size + 1), 2 * size + 1)
@@ -95,5 +95,5 @@ def _with_rows(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
 
 
 def _digests(tensors: Sequence[Tensor]) -> Tensor:
-    """`[B, tensors]`: all together, since single numbers and masks are often equal by chance."""
+    """`[B, tensors]`: digests by row and tensor. Rows are compared in all tensors together."""
     return torch.stack([row_digests(x).cpu() for x in tensors], 1)

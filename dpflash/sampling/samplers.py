@@ -1,4 +1,4 @@
-"""Samplers: draw logical batches. What the release of one costs: `SamplingPlan.event`."""
+"""Samplers, which draw logical batches. `SamplingPlan.event` is the cost of releasing one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tracker import EARLIER_EPOCH, BatchTracker
 
 
 class FixedDraws(Fixed):
-    """Private loaders and samplers, which keep what epsilon is computed from."""
+    """Base class of private loaders and samplers, whose attributes determine epsilon."""
 
     fixed_by = "make_private"
     instead_of_setting = {
@@ -25,23 +25,23 @@ class FixedDraws(Fixed):
         "position": "a checkpoint sets it, engine.load_checkpoint(path)",
     }
     instead_of_setting_others = (
-        "draws and epsilon are of that value. For another batch size or dataset in the same run "
-        "call engine.detach(model), and engine.make_private with a new DataLoader and the plain "
-        "optimizer: the epsilons add up"
+        "draws and epsilon depend on that value. For another batch size or dataset in the same "
+        "run call engine.detach(model), and engine.make_private with a new DataLoader and the "
+        "plain optimizer: the epsilons add up"
     )
 
 
 class DrawSampler(FixedDraws, Uncopied, ABC):
-    """Draws logical batches; each is a function of (key, number of the draw).
+    """Draws logical batches. Each draw is a function of (key, number of the draw).
 
-    Iteration yields this rank's samples only, at most physical_batch_size at a time. It is for
-    loaders other than the private one, which adds padding rows (see `slots`).
+    Iteration yields this rank's samples only, at most physical_batch_size at a time. Only loaders
+    other than the private loader iterate it; the private loader adds padding rows (see `slots`).
 
     Args:
         num_samples: size of the dataset.
         steps_per_epoch: logical batches of one epoch.
         key: 32 bytes; draw t is a function of (key, t).
-        physical_batch_size: upper bound of an emitted list of indices; None for no bound.
+        physical_batch_size: largest length of a yielded list of indices; None for no bound.
 
     Public attributes are set once, in `__init__`.
     """
@@ -69,7 +69,7 @@ class DrawSampler(FixedDraws, Uncopied, ABC):
         self._refusal: str | None = None
 
     def refuse_other_loaders(self, reason: str) -> None:
-        """Refuse loaders that iterate this sampler."""
+        """Raise a ValueError with this reason if another loader iterates this sampler."""
         self._refusal = reason
 
     def follow(self, tracker: BatchTracker, rank_part: tuple[int, int]) -> None:
@@ -84,7 +84,7 @@ class DrawSampler(FixedDraws, Uncopied, ABC):
 
     @property
     def rank_part(self) -> tuple[int, int]:
-        """(number of this rank, number of ranks) that split each draw.
+        """(index of this rank, number of ranks), where the ranks split each draw.
 
         All ranks yield the same number of microbatches of a draw; some may be empty.
         """
@@ -95,7 +95,7 @@ class DrawSampler(FixedDraws, Uncopied, ABC):
         """The samples of draw `index`, ascending; the same for the same key and index."""
 
     def logical_batches(self) -> Iterator[tuple[int, list[int]]]:
-        """(number of the draw, its samples on all ranks) over one epoch."""
+        """Yield (number of the draw, its samples on all ranks) over one epoch."""
         self._tracker.begin_epoch(self.position)
         if not self._tracker.may_begin(True):
             return
@@ -129,14 +129,14 @@ class DrawSampler(FixedDraws, Uncopied, ABC):
         return derive_key(self._key, f"return-{returns}") if returns else self._key
 
     def resume(self, position: int, *, returns: int = 0, key: bytes | None = None) -> None:
-        """Continue at a draw; the next epoch is the rest of the epoch that it belongs to.
+        """Continue at a draw; the next epoch is the rest of the epoch to which the draw belongs.
 
-        Where this sampler has made that draw already, it makes another one under a new key.
+        If this sampler has already made that draw, it makes another one under a new key.
 
         Args:
             position: number of the draw.
-            returns: how often the sampler had been set back at that draw.
-            key: a key that replaces the sampler's own.
+            returns: how often the sampler had been set back when that draw was saved.
+            key: a key that replaces the sampler's own key; None to keep it.
         """
         reached = (self._tracker.returns, self.position)
         if key not in (None, self._key):
@@ -164,12 +164,12 @@ class PoissonBatchSampler(DrawSampler):
         steps_per_epoch: logical batches of one epoch.
         key: 32 bytes; draw t is a function of (key, t).
         physical_batch_size: upper bound of an emitted list of indices; None for no bound.
-        max_batch_size: a draw of more samples is truncated to a uniform subset of this size; None
-            for no truncation.
+        max_batch_size: a draw with more samples is truncated to a uniform subset of this size;
+            None for no truncation.
 
     Guarantees:
-        Inclusions are independent over samples and draws (64-bit thresholds, so that the
-        probability is sample_rate to 2^-64); empty draws are emitted as empty lists.
+        Inclusions are independent over samples and draws. Thresholds have 64 bits, so the
+        probability is sample_rate to 2^-64. Empty draws are yielded as empty lists.
     """
 
     def __init__(
@@ -205,28 +205,28 @@ class PoissonBatchSampler(DrawSampler):
         else:
             included = (words < int(self.sample_rate * 2**64)).nonzero()[0]
         if cap is not None and len(included) > cap:
-            # Words below the threshold are uniform, so the smallest of them are a uniform subset.
+            # Words below the threshold are uniform, so the smallest ones are a uniform subset.
             included = included[_least(words[included], cap)]
         return [int(i) for i in included]
 
 
 class CyclicPoissonBatchSampler(PoissonBatchSampler):
-    """Draws from one of several parts of the dataset in turn, each sample of it independently.
+    """Draws from the parts of the dataset in turn; each sample of a part is drawn independently.
 
-    Draw t is of part t modulo the number of parts. A sample's part is a function of the key and of
-    its index, and uniformly random.
+    Draw t is from part t modulo the number of parts. A sample's part is uniformly random, and a
+    function of the key and the sample's index.
 
     Args:
         num_samples: size of the dataset.
         sample_rate: probability of each sample in each draw of its part.
-        parts: the number of parts; with one it is a `PoissonBatchSampler`.
+        parts: the number of parts. With 1 the sampler equals a `PoissonBatchSampler`.
         steps_per_epoch: logical batches of one epoch.
-        key: 32 bytes; parts are a function of it, and draw t of it and t.
-        physical_batch_size: upper bound of an emitted list of indices; None for no bound.
+        key: 32 bytes; parts are a function of the key, and draw t is a function of (key, t).
+        physical_batch_size: largest length of a yielded list of indices; None for no bound.
 
     Guarantees:
-        Parts and inclusions of samples are independent: one sample more changes no other's. Two
-        draws of a sample, under one key, are a multiple of `parts` draws apart.
+        Parts and inclusions are independent between samples: adding a sample changes neither for
+        another sample. Under one key, two draws of a sample are a multiple of `parts` draws apart.
     """
 
     def __init__(
@@ -260,27 +260,28 @@ class CyclicPoissonBatchSampler(PoissonBatchSampler):
         key = self.key
         if self._known is None or self._known[0] != key:
             words = uniform_words(derive_key(key, "parts"), index=0, count=self.num_samples)
-            # The words that are left out of 2^64 would make a part likelier by 2^-64 of the parts.
+            # The modulo makes some parts likelier than others, by at most parts 2^-64 (relative).
             self._known = key, words % np.uint64(self.parts)
         return self._known[1]
 
 
 class RandomAllocationBatchSampler(DrawSampler):
-    """Draws each sample once in an epoch, in a step that is chosen at random ("balls in bins").
+    """Draws each sample in one random step of each epoch ("balls in bins").
 
-    Epoch e is draws e T to (e + 1) T - 1, with T the steps of an epoch, whichever passes they are
-    made in. A sample's step is a function of the key, the epoch and its index.
+    Epoch e consists of draws e T to (e + 1) T - 1, where T is the number of steps of an epoch,
+    however often the loop begins to iterate. A sample's step is a function of the key, the epoch
+    and the sample's index.
 
     Args:
         num_samples: size of the dataset.
         steps_per_epoch: T, logical batches of one epoch.
         key: 32 bytes; the steps of epoch e are a function of (key, e).
-        physical_batch_size: upper bound of an emitted list of indices; None for no bound.
+        physical_batch_size: largest length of a yielded list of indices; None for no bound.
 
     Guarantees:
-        Under one key each sample is in exactly one draw of each epoch, which is uniform to 2^-64,
-        and independent of other samples and epochs: one sample more changes no other's. Empty
-        draws are emitted as empty lists.
+        Under one key each sample is in exactly one draw of each epoch. This draw is uniform to
+        2^-64 and independent of other samples and epochs: adding a sample changes no other's draw.
+        Empty draws are yielded as empty lists.
     """
 
     _known: tuple[bytes, int, np.ndarray] | None = None
@@ -301,7 +302,7 @@ class RandomAllocationBatchSampler(DrawSampler):
 
 
 class FixedSizeBatchSampler(DrawSampler):
-    """Draws batch_size different samples for every logical batch; all sets are equally likely.
+    """Draws batch_size distinct samples for every logical batch; all subsets are equally likely.
 
     Args:
         num_samples: size of the dataset.
@@ -311,7 +312,7 @@ class FixedSizeBatchSampler(DrawSampler):
         physical_batch_size: upper bound of an emitted list of indices; None for no bound.
 
     Guarantees:
-        Draws are independent, and uniform except where two 64-bit words are equal, which has
+        Draws are independent. They are uniform unless two 64-bit words are equal, which has
         probability below num_samples^2 / 2^65 in a draw.
     """
 
@@ -351,7 +352,7 @@ def _least(words: np.ndarray, count: int) -> np.ndarray:
 
 
 class ShuffledBatchSampler(FixedDraws, BatchSampler):
-    """The batches of the user's loader; reports where an epoch begins, also for other loaders."""
+    """The batches of the user's loader; reports to the tracker, also if others iterate it."""
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, tracker: BatchTracker):
         super().__init__(sampler, batch_size, drop_last)

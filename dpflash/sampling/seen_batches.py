@@ -1,4 +1,4 @@
-"""SeenBatches: recognises the private loader's batches where the model is called with others."""
+"""SeenBatches: recognises the private loader's batches in calls of the model."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ..verification.digests import row_digests
 from .batch_tensors import batch_tensors
 from .tracker import BatchMark
 
-# On a CPU all batches are looked at; on a GPU, where each look waits for it, so many.
+# On a CPU all batches are checked; on a GPU, where each check waits for the device, 8 batches.
 _LOOKED_AT = 8
 _REMEMBERED = 1 << 16
 # Rows of fewer numbers may occur in another batch by chance.
 _DISTINCTIVE = 8
 
-# Of the loaders that are iterated over now.
+# The `SeenBatches` of all loaders over which a loop iterates now.
 _iterated: weakref.WeakSet[SeenBatches] = weakref.WeakSet()
 
 
 class SeenBatches:
-    """The batches that the loop has received of a private loader, by digests of their rows.
+    """The batches that the loop has received from a private loader, by digests of their rows.
 
-    Padding rows are known by their position in the current batch. So the model may not get one of
-    another private loader, or one that this loader gave before, also as a trial. Whether rows are
-    in the loader's order is seen by trials, see `dpflash.isolation.trial`.
+    Padding rows are known only by their position in the current batch. So the model must not get a
+    batch of another private loader, or an earlier batch of this loader (trials included). Trials
+    test whether rows are in the loader's order, see `dpflash.isolation.trial`.
     """
 
     def __init__(self) -> None:
@@ -39,10 +39,11 @@ class SeenBatches:
         self._batch: list[_Rows] = []
         self._tensors: list[Tensor] = []
         self._size: int | None = None
-        # Hashes of whole tensors in earlier batches, and of single rows.
+        # Hashes of whole tensors in earlier batches, and of their single rows.
         self._past: OrderedDict[int, None] = OrderedDict()
         self._past_rows: OrderedDict[int, None] = OrderedDict()
-        # Hashes of rows that all samples of a batch had, and a row of each sample of the current.
+        # Hashes of rows that were equal for all samples of a batch; the index of one row of each
+        # sample of the current batch.
         self._shared: OrderedDict[int, None] = OrderedDict()
         self._row_of_each: list[int] = []
         self._rows = 0
@@ -51,8 +52,8 @@ class SeenBatches:
 
     @contextmanager
     def iterated(self) -> Iterator[None]:
-        """The loop is inside of an epoch."""
-        # At the exit of the interpreter the name may be gone.
+        """Mark that the loop iterates over an epoch of the loader."""
+        # A local name, since the global one may be gone when the interpreter exits.
         iterated = _iterated
         iterated.add(self)
         try:
@@ -61,22 +62,22 @@ class SeenBatches:
             iterated.discard(self)
 
     def refusal(self) -> str | None:
-        """Why the losses of the model's last call may not be released, or None."""
+        """Return why the losses of the model's last call may not be released, or None."""
         if not self._is_of_another:
             return None
         return (
-            "the model got the batch of another private loader: which of its rows are padding, "
-            "which repeats a sample, is unknown here. Give each private model a loop over its own "
-            "loader, or make one module of both"
+            "the model got the batch of another private loader: it is unknown here which of its "
+            "rows are padding, which repeats a sample. Give each private model a loop over its "
+            "own loader, or combine both models in one module"
         )
 
     def observe(self, batch: Any, mark: BatchMark, each: int = 1) -> None:
         """Record a batch that the loop receives.
 
         Args:
-            batch: with `[B each, ...]` where samples have several rows each.
-            mark: of B samples.
-            each: the number of rows of a sample.
+            batch: the batch, with tensors `[B each, ...]`.
+            mark: the mark of the batch, with B samples.
+            each: the number of rows of each sample.
         """
         for rows in self._batch:
             if rows.is_distinctive:
@@ -104,7 +105,7 @@ class SeenBatches:
         """Check the tensors with which the model is called.
 
         Raises:
-            PrivateRefusal: one of them is of an earlier batch, and none of the current one.
+            PrivateRefusal: a tensor is from an earlier batch, and none is from the current batch.
         """
         others = {at for seen in _iterated for at in _storages(seen._tensors)}
         others -= _storages(self._tensors)
@@ -127,9 +128,9 @@ class SeenBatches:
             ) from None
 
     def of_batch(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """Those of the model's arguments that are the batch's tensors, or may be made of them.
+        """Return the arguments of the model that are, or may be made from, the batch's tensors.
 
-        These are as many as the batch has: what comes beside them is of the loop.
+        If there are more arguments of one shape than the batch has, they may be of the loop.
         """
         left = Counter(x.shape[:2] for x in self._tensors)
         left.subtract(x.shape[:2] for x in given)
@@ -140,30 +141,30 @@ class SeenBatches:
         """Check the tensors with which the model is called on public data.
 
         Raises:
-            PrivateRefusal: a row of one of them, of at least 8 different numbers, is of the
-                private loader's last batch or of an earlier one.
+            PrivateRefusal: a row with at least 8 different numbers is from a batch of the private
+                loader.
         """
         if self._has_unknown and not self._has_warned:
             self._has_warned = True
             warn(
                 "batches of the private loader hold no tensors, arrays or lists of numbers, so "
-                "their rows would not be recognised inside engine.public_data(): give it public "
-                "data alone",
+                "their rows would not be recognised inside engine.public_data(): pass only public "
+                "data to the model there",
                 PrivateWarning,
             )
         found = self.drawn(given)
         if found:
             raise PrivateRefusal(
                 "the model got rows of the private loader's batches inside engine.public_data(), "
-                "where nothing protects them: give it public data alone",
+                "where nothing protects them: pass only public data to the model there",
                 rows=found,
             ) from None
 
     def drawn(self, given: Sequence[Tensor]) -> list[int]:
-        """Rows of some tensor that come from the loader's last batches. PRIVATE.
+        """Return the rows that come from the loader's last batches. PRIVATE.
 
-        Rows of less than 8 different numbers show nothing, and neither do those that the loop
-        has changed, or that were the same for all samples of a batch, such as position_ids.
+        Rows are not recognised if they have fewer than 8 different numbers, if the loop has
+        changed them, or if they were equal for all samples of a batch, such as position_ids.
         """
         own = {row for rows in self._rows_of_batch() for row in rows.hashes}
         found = set()
@@ -177,9 +178,9 @@ class SeenBatches:
         return sorted(found)
 
     def _rows_of_batch(self) -> list[_Rows]:
-        """Of the current batch's tensors, noting which have one row for all samples.
+        """`_Rows` of the current batch's tensors; notes tensors with equal rows for all samples.
 
-        Samples that are equal throughout share nothing: they may be one, which padding repeats.
+        Not if all samples are equal in all tensors: padding may then repeat a single sample.
         """
         found = [_Rows(x) for x in self._tensors if _has_rows(x)]
         each = self._row_of_each
@@ -201,9 +202,9 @@ class _Rows:
     """Digests of the rows of a tensor, on the CPU.
 
     Attributes:
-        form: its shape and dtype.
-        hash: of form and digests.
-        hashes: the same of each row; of integers without the zeros that pad it to a length.
+        form: shape and dtype of the tensor.
+        hash: hash of form and digests.
+        hashes: hash of each row; for rows of integers, without the zeros that pad the row.
         is_distinctive: whether another batch is unlikely to have the same tensor.
     """
 
@@ -223,7 +224,7 @@ class _Rows:
 
 
 def _row_of_each(mark: BatchMark, each: int) -> list[int]:
-    """One row of each sample that is no padding; none where rows hold several samples."""
+    """One row of each sample that is not padding; none if a row holds several samples."""
     units = mark.units
     if mark.is_trial:
         return []
@@ -241,7 +242,6 @@ def _storages(tensors: Sequence[Tensor]) -> set[int]:
 
 
 def _is_telling(x: Tensor) -> bool:
-    """Whether a row is distinctive enough that an equal one is hardly so by chance."""
     return len(x.unique()) >= _DISTINCTIVE
 
 

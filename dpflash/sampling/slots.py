@@ -1,8 +1,8 @@
 """Slots: the number of rows of a microbatch, and the rows that hold the samples of a draw.
 
-The number of rows is public. The samples of a draw are in secret random rows; the others are
-padding rows, whose clipping factor is 0. With one sample more the microbatches are the same except
-for one filled row, so the kernels that run, and how they round the other samples, stay the same.
+The number of rows is public. The samples of a draw are in secret random rows. The other rows are
+padding rows, whose clipping factor is 0. With an additional sample the microbatches differ in one
+filled row only, so the same kernels run and the other samples are rounded in the same way.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .tracker import BatchMark
 
 # Largest fraction of padding rows, averaged over draws.
 MOST_PADDING = 0.1
-# With fewer samples for a rank, a microbatch of two rows would be half empty.
+# If a rank expects fewer samples, a microbatch of two rows would often be half empty.
 _LEAST_PAIRED = 3
 
 
 def slots_of_size(size: int, *, ranks: int = 1, at_most: int | None = None) -> int:
-    """Rows of a microbatch where every draw has `size` samples: as few equal parts as possible.
+    """Return the rows of a microbatch for draws of `size` samples, in as few equal parts as fit.
 
     Args:
-        size: samples of a draw.
-        ranks: number of ranks that split it.
-        at_most: upper bound of the rows; None for none.
+        size: number of samples of a draw.
+        ranks: number of ranks that split a draw.
+        at_most: upper bound of the rows; None for no bound.
     """
     per_rank = -(-size // ranks)
     parts = -(-per_rank // (at_most or per_rank))
@@ -50,18 +50,18 @@ def slots_of_draws(
     at_most: int | None = None,
     cap: int | None = None,
 ) -> int:
-    """Rows of a microbatch for Poisson draws: the most with at most 10% padding on average.
+    """Return the rows of a microbatch for Poisson draws: the most with at most 10% mean padding.
 
-    Powers of two, or three times such, so that vector loops have no scalar remainder. At least two
-    rows where a rank expects three samples or more. Where `cap` samples fit into one microbatch,
-    that many: then every draw is one microbatch, at the price of more padding.
+    The number is a power of two or three times one, so that vector loops have no scalar remainder.
+    It is at least two if a rank expects three samples or more. If `cap` samples fit into one
+    microbatch, it is that many: every draw is then one microbatch, at the price of more padding.
 
     Args:
         num_samples: public size of the dataset.
         sample_rate: probability of each sample in a draw.
         ranks: number of ranks that split a draw.
-        at_most: upper bound of the rows; None for none.
-        cap: most samples of a draw; None for no truncation.
+        at_most: upper bound of the rows; None for no bound.
+        cap: largest number of samples of a draw; None for no truncation.
     """
     expected = mean_size = num_samples * sample_rate
     if sample_rate == 1:
@@ -84,15 +84,15 @@ def slots_of_draws(
 def _mean_rounds(num_samples: int, sample_rate: float, slots: int, cap: int | None) -> float:
     """Mean number of microbatches of a draw, max(1, ceil(size / slots))."""
     mean = num_samples * sample_rate
-    likely = int(mean + 12 * mean**0.5) + 40  # larger draws add nothing to a mean
+    likely = int(mean + 12 * mean**0.5) + 40  # larger draws are negligible for the mean
     most = min(num_samples, cap or num_samples, likely)
-    below = np.arange(1, -(-most // slots)) * slots  # a further batch for each that is exceeded
+    below = np.arange(1, -(-most // slots)) * slots  # each size, if exceeded, adds a microbatch
     return 1.0 + _sum_of_tails(below, num_samples, sample_rate)
 
 
 def _sum_of_tails(sizes: NDArray[np.int64], num_samples: int, sample_rate: float) -> float:
-    """Sum over `sizes` of the probability that a draw is larger."""
-    from scipy.special import bdtrc  # a third of a second
+    """Sum over `sizes` of the probability that a draw is larger than the size."""
+    from scipy.special import bdtrc  # takes a third of a second to import
 
     return float(bdtrc(sizes, num_samples, sample_rate).sum())
 
@@ -102,30 +102,30 @@ class Draws(Protocol):
 
     @property
     def rank_part(self) -> tuple[int, int]:
-        """(number of this rank, number of ranks) that split each draw."""
+        """(index of this rank, number of ranks), where the ranks split each draw."""
 
     @property
     def key(self) -> bytes:
         """The key of the draws."""
 
     def logical_batches(self) -> Iterator[tuple[int, list[int]]]:
-        """(number of the draw, its samples) over one epoch."""
+        """Yield (number of the draw, its samples) over one epoch."""
 
 
 class SlotSampler:
     """Yields the rows of each microbatch as indices of the dataset, and stores their marks.
 
     Args:
-        draws: the sampler, from whose key that of the slots derives.
+        draws: the sampler; the key of the slots is derived from its key.
         slots: rows of each microbatch of each rank.
 
     Attributes:
-        marks: of the microbatches that were yielded and not taken yet, in order.
-        last: of the one that was yielded last.
+        marks: marks of the microbatches that were yielded and not taken yet, in order.
+        last: mark of the microbatch that was yielded last.
 
     Guarantees:
-        The samples of a draw are in a uniformly random choice of its slots on all ranks, whichever
-        samples they are. A draw has as many microbatches as it needs.
+        The samples of a draw are in a uniformly random choice of its slots over all ranks, for any
+        samples. A draw has as many microbatches as it needs.
     """
 
     def __init__(self, draws: Draws, slots: int):
@@ -135,7 +135,7 @@ class SlotSampler:
         self._draws = draws
 
     def __iter__(self) -> Iterator[list[Any]]:
-        # One queue for each epoch: an older epoch that is still open keeps its own marks.
+        # Each epoch has its own queue, so an older epoch that is still open keeps its marks.
         marks = None
         for draw, drawn in self._draws.logical_batches():
             if marks is None:
@@ -151,12 +151,12 @@ class SlotSampler:
     def _rows(self, placed: Any, draw: int) -> tuple[list[Any], Tensor, Units | None]:
         """The rows of a microbatch, which of its slots hold samples, and its units."""
         real = placed >= 0
-        # Padding repeats a sample of the same batch, which adds no other length.
+        # Padding repeats a sample of the same batch, so that it adds no new length.
         filler = int(placed[real.argmax()]) if real.any() else 0
         return [int(x) if x >= 0 else filler for x in placed], torch.from_numpy(real), None
 
     def placed(self, draw: int, drawn: list[int]) -> Any:
-        """`[microbatches, slots]` of this rank: indices of samples, -1 for padding rows."""
+        """`[microbatches, slots]` of this rank: indices of samples, or -1 for padding rows."""
         rank, ranks = self._draws.rank_part
         rounds = max(1, -(-len(drawn) // (self.slots * ranks)))
         key = derive_key(self._draws.key, "slots")
@@ -167,10 +167,10 @@ class SlotSampler:
 
 
 class RealRows:
-    """The rows of the current microbatch that are samples; padding rows count for nothing.
+    """Tells which rows of the current microbatch are samples and which are padding.
 
     Args:
-        mask_of: the mask `[B]`, bool, on the CPU, of a microbatch of B rows; None without padding.
+        mask_of: function from B to the mask `[B]`, bool, on the CPU; None if there is no padding.
     """
 
     def __init__(self, mask_of: Callable[[int], Tensor | None]) -> None:
@@ -178,12 +178,12 @@ class RealRows:
         self._held: tuple[Tensor, Tensor] | None = None
 
     def of(self, x: Tensor) -> Tensor | None:
-        """The mask for the rows of x, copied to its device once for each microbatch."""
+        """Return the mask for the rows of x, copied to x's device once per microbatch."""
         mask = self.mask_of(x.shape[0])
         if mask is None:
             return None
         if self._held is None or self._held[0] is not mask or self._held[1].device != x.device:
-            # From pinned memory the host does not wait.
+            # Pinned memory, so that the host does not wait for the copy.
             is_cuda = x.device.type == "cuda"
             sent = mask.pin_memory() if is_cuda else mask
             self._held = (mask, sent.to(x.device, non_blocking=is_cuda))
@@ -196,15 +196,11 @@ class RealRows:
 
 
 def check_slots(expected_batch_size: float, max_grad_norm: float) -> None:
-    """Refuse batches whose sums float64 might not hold exactly.
-
-    Raises:
-        ValueError: naming batch_size.
-    """
+    """Raise a ValueError for a batch size whose sums float64 might not hold exactly."""
     if math.isinf(max_grad_norm):
         return
     most = exact_slots(grid_of(max_grad_norm), max_grad_norm)
-    # No draw is twice as large as a large expected batch.
+    # No draw exceeds twice the expected size, plus 4096 for small batches.
     if 2 * expected_batch_size + 4096 > most:
         raise ValueError(
             f"data_loader.batch_size={expected_batch_size:g}: expected at most "

@@ -1,7 +1,7 @@
-"""Synthetic: made-up samples, on which couplings are looked for before private data are read.
+"""Synthetic samples, on which couplings of samples are tested before private data are read.
 
-Their values come from a generator with a fixed seed. Of entries of a dataset nothing is taken but
-what the entries are like: their fields, dtypes and shapes.
+Their values come from a generator with a fixed seed. From the entries of a dataset only the
+fields, dtypes and shapes are used.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ..verification.nested import tensors_of
 from .entries import ReadableEntries
 
 SAMPLES = 4
-TOKENS = 16  # of a sample, at most
-# Numbers in a batch that is so large that it has no more samples than those of training.
+TOKENS = 16  # largest number of tokens of a sample
+# A batch with more numbers than this has at most as many samples as a batch of training.
 _LARGE = 1024
-# By so many tokens samples are shorter than the longest. Each half of them, and what replaces the
-# other half, have other numbers of tokens together.
+# For each sample, how many tokens it is shorter than the longest. The total number of tokens
+# differs between each half of the samples and the samples that replace the other half.
 _SHORTER = (0, 7, 0, 2)
-# So many first entries show what entries are like.
+# Number of first entries whose fields, dtypes and shapes are read.
 _FIRST = 7
 _TOKEN_IDS = ("input_ids", "decoder_input_ids", "prompt_ids", "chosen_ids", "rejected_ids")
 _LABELS = ("labels", "label", "label_ids")
@@ -36,13 +36,13 @@ _NO_LABEL = -100
 
 
 class Ranges(NamedTuple):
-    """What integers of entries may be.
+    """The ranges of the integers in entries.
 
     Attributes:
-        tokens: the size of the vocabulary; None for an unknown one.
+        tokens: the size of the vocabulary; None if unknown.
         labels: the number of classes, or of tokens to predict.
-        padding: the token after the end of shorter samples.
-        positions: the most tokens of a sample.
+        padding: the token that pads shorter samples.
+        positions: the largest number of tokens of a sample.
     """
 
     tokens: int | None
@@ -52,43 +52,43 @@ class Ranges(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What a field of an entry is like, apart from its shape."""
+    """The form of a field of an entry, apart from its shape."""
 
     name: str
     kind: type
-    dtype: Any  # of a tensor or an array
-    letter: str  # "i" for integers, "f", "b", "U" for a string
+    dtype: Any  # of a tensor or an array, else None
+    letter: str  # kind of values: "i" integers, "f" floating-point, "b" bool, "U" string
     ndim: int
 
 
 def lengths(at_most: int) -> list[int]:
-    """Lengths of `SAMPLES` samples, of which the longest has `at_most`."""
+    """Return the lengths of `SAMPLES` samples; the longest has `at_most` tokens."""
     return [max(at_most - shorter, min(at_most, 2)) for shorter in _SHORTER]
 
 
 def documents(vocabulary: int, at_most: int) -> list[Tensor]:
-    """`SAMPLES` documents of random tokens, `[length]`, int64."""
+    """Make `SAMPLES` documents of random tokens, each `[length]`, int64."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(vocabulary, (n,), generator=generator) for n in lengths(at_most)]
 
 
 def packing(at_most: int) -> PackTo:
-    """Packs the documents of such lengths into one row."""
+    """Return a `PackTo` that packs `documents(..., at_most)` into one row."""
     return PackTo(tokens=SAMPLES * at_most, max_documents=SAMPLES)
 
 
 def batches(loader: DataLoader, ranges: Ranges, *, at_most: int) -> list[Any]:
-    """Batches of a long and of a short sample alone, and twice the batch of all of them.
+    """Make batches of one long sample, of one short sample, and twice of all samples.
 
     Args:
-        loader: whose dataset's entries the samples are like, and whose collate function collates
-            them.
-        ranges: of their integers.
-        at_most: samples of a batch, if they are large.
+        loader: the samples have the form of its dataset's entries, and its collate function
+            collates them.
+        ranges: ranges of the samples' integers.
+        at_most: number of samples of a batch, if a batch of all samples would be large.
 
     Returns:
-        An empty list where entries are not mappings of numbers and strings, where the range of
-        integers is not known by the field's name, or where the collate function fails.
+        The four batches. An empty list if entries are not mappings of numbers and strings, if a
+        field's name does not give the range of its integers, or if the collate function fails.
     """
     collate: Any = loader.collate_fn
     entries: Sequence[Any] | None = None
@@ -109,20 +109,19 @@ def batches(loader: DataLoader, ranges: Ranges, *, at_most: int) -> list[Any]:
 
 
 def _first(loader: DataLoader) -> list[Any]:
-    """The first entries of a loader's dataset."""
     dataset = ReadableEntries(loader.dataset)
     made: DataLoader[Any] = DataLoader(
         dataset,
         batch_sampler=[[*range(min(_FIRST, len(dataset)))]],
         collate_fn=list,
-        # In the main process, files that the dataset opens lazily would be open before a fork.
+        # Not in the main process, where files that the dataset opens would be open before a fork.
         num_workers=min(1, loader.num_workers),
     )
     return next(iter(made))
 
 
 def _alike(entries: Sequence[Any], ranges: Ranges) -> list[dict[str, Any]] | None:
-    """Synthetic entries like most of these; None where these do not say what values may be."""
+    """Synthetic entries with the form of most of these; None if a range is unknown."""
     described = [found for entry in entries if (found := _described(entry))]
     if not described:
         return None
@@ -140,7 +139,7 @@ def _alike(entries: Sequence[Any], ranges: Ranges) -> list[dict[str, Any]] | Non
 
 
 def _described(entry: Any) -> dict[_Form, tuple[int, ...]]:
-    """The shape of each field of an entry; of none where a field is of another kind."""
+    """The shape of each field of an entry; empty if a field has an unsupported type."""
     found: dict[_Form, tuple[int, ...]] = {}
     dtype: Any
     for name, value in entry.items() if isinstance(entry, Mapping) else ():
@@ -151,7 +150,7 @@ def _described(entry: Any) -> dict[_Form, tuple[int, ...]]:
         elif isinstance(value, np.ndarray | list | int | float | str):
             try:
                 array = np.asarray(value)
-            except ValueError:  # of a list with lists of several lengths
+            except ValueError:  # a list with lists of several lengths
                 return {}
             letter = array.dtype.kind.replace("u", "i")
             dtype = array.dtype if isinstance(value, np.ndarray) else None
@@ -165,7 +164,7 @@ class _Values:
     """Makes the values of synthetic entries.
 
     Args:
-        ranges: of integers.
+        ranges: ranges of integers.
         is_padded: whether entries have an attention mask.
     """
 
@@ -175,12 +174,12 @@ class _Values:
         self._rng = np.random.default_rng(0)
 
     def of(self, field: _Form, shape: tuple[int, ...] | None, number: int) -> Any:
-        """The value of a sample's field; None where its range is not known.
+        """Make the value of a sample's field; None if its range is unknown.
 
         Args:
-            field: of all entries.
-            shape: of all entries; None where they have several.
-            number: of the sample.
+            field: the form of the field.
+            shape: the shape of the field in all entries; None if shapes differ.
+            number: the index of the sample.
         """
         value = self._array(field, shape, number)
         if value is None or isinstance(value, str):
@@ -206,7 +205,7 @@ class _Values:
     def _sequence(
         self, name: str, longest: int, number: int, *, is_fixed: bool
     ) -> np.ndarray | None:
-        """Tokens, labels or a mask of a sample, padded to `longest` where the length is fixed."""
+        """Tokens, labels or a mask of a sample, padded to `longest` if the length is fixed."""
         own, padding, tokens = lengths(longest)[number], 0, self._ranges.tokens
         if name in _TOKEN_IDS and tokens is not None:
             values, padding = self._rng.integers(tokens, size=longest), self._ranges.padding

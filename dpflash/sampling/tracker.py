@@ -22,48 +22,48 @@ STEP_OF_ANOTHER = (
 )
 FOREIGN = (
     "the batch is not of the private loader: how it was sampled is unknown, and several of its "
-    "rows may be of one sample, so nothing was released. Iterate over the loader that "
-    "make_private returned, again in each epoch (itertools.cycle keeps batches; in place of "
-    "Accelerate's skip_first_batches the loader itself continues after load_checkpoint); views of "
-    "a sample belong inside of the model, and two models that share batches into one module, "
-    "called as a whole. make_private(foreign_batches=True) takes batches of your own; "
-    f"dpflash.PrivacyConfig says what you vouch for then. {STEP_OF_ANOTHER}"
+    "rows may belong to one sample, so nothing was released. Iterate over the loader that "
+    "make_private returned, and do so anew in each epoch (itertools.cycle repeats old batches; "
+    "after load_checkpoint the loader itself continues, without Accelerate's skip_first_batches). "
+    "Compute views of a sample inside of the model, and combine two models that share batches "
+    "into one module. make_private(foreign_batches=True) accepts your own batches; "
+    f"dpflash.PrivacyConfig lists what you guarantee then. {STEP_OF_ANOTHER}"
 )
 OF_TOKENS = (
-    "Of losses of tokens take the mean of each row: losses.view(len(x), -1).mean(1), or "
+    "For losses of tokens pass the mean of each row: losses.view(len(x), -1).mean(1), or "
     "dpflash.losses.cross_entropy(logits, targets). Compute several views of each sample inside "
-    "the model, and take the mean of their losses"
+    "the model, and pass the mean of their losses"
 )
 SECOND = (
     "a second backward on the same batch: its samples would enter the step twice and break the "
     "bound. Add the losses up and call engine.backward once for each batch of `for batch in "
-    "loader` (microbatches accumulate until optimizer.step()). Gradients of inputs alone, as "
-    "FGSM's, are torch.autograd.grad(losses.sum(), x); SAM's second backward is not supported"
+    "loader` (microbatches accumulate until optimizer.step()). For gradients of inputs alone, as "
+    "in FGSM, use torch.autograd.grad(losses.sum(), x); SAM's second backward is not supported"
 )
 EARLIER_EPOCH = (
     "an earlier epoch of the loader continues beside a newer one, so a sample could be released "
-    "twice for one charge; finish or leave an epoch before the next begins"
+    "twice for one charge; finish or leave an epoch before the next one begins"
 )
 _ONLY_READ = (
-    "An epoch that only reads the loader, and trains on no batch, runs under torch.no_grad()"
+    "An epoch that only reads the loader, without training, must run under torch.no_grad()"
 )
 _INCOMPLETE = (
     "the sum of a logical batch lacks a microbatch, so it is not released. Each microbatch of the "
     "private loader needs its engine.backward(losses), before optimizer.step() and before the "
-    "next microbatch. The causes are:\n"
+    "next microbatch. Possible causes:\n"
     "- step() before the backward, or microbatches that were read ahead, as by list(loader)\n"
-    "- a guard such as `if not torch.isfinite(loss): continue`: remove it, samples whose gradient "
-    "is not finite contribute zero; an empty microbatch needs its backward too\n"
+    "- a guard such as `if not torch.isfinite(loss): continue`: remove it, since samples whose "
+    "gradient is not finite contribute zero; an empty microbatch needs its backward too\n"
     "- a backward through a copy of the model: call the model that make_private returned\n"
     "- a backward that raised an error, or ran inside engine.public_data()\n"
     f"- an epoch without training. {_ONLY_READ}"
 )
 _UNRELEASED = (
     "a drawn batch was not released: optimizer.step() must follow each logical batch before the "
-    "next one begins or the epoch ends, an empty one too, whatever its losses are, or the number "
-    "of steps reveals the data. Call step() of the optimizer that make_private returned after "
-    "each microbatch: it releases at the last one of a draw, so that larger batches need no "
-    f"accumulation of your own. {_ONLY_READ}"
+    "next one begins or the epoch ends, even if the batch is empty and whatever its losses are. "
+    "Otherwise the number of steps reveals private data. Call step() of the optimizer that "
+    "make_private returned after each microbatch: it releases at the last microbatch of a draw, "
+    f"so that larger batches need no gradient accumulation of your own. {_ONLY_READ}"
 )
 
 
@@ -73,12 +73,12 @@ class BatchMark:
 
     Attributes:
         draw: number of the logical batch.
-        size: rows of the microbatch, padding rows included.
-        last: whether it is the last microbatch of the logical batch.
-        microbatch: its number among the microbatches of the logical batch.
-        real: `[size]`, bool: which rows are samples; None if all rows are.
-        units: the samples where they are no rows; size is their number then.
-        is_trial: whether it only precedes the microbatch, see `Trial`, and is not trained on.
+        size: number of rows of the microbatch, padding rows included; with `units`, their number.
+        last: whether the microbatch is the last one of the logical batch.
+        microbatch: index of the microbatch in the logical batch.
+        real: `[size]`, bool: which rows (or units) are samples; None if all of them are.
+        units: the samples, if samples are not rows; else None.
+        is_trial: whether this is a trial of the microbatch (see `Trial`), which is not trained on.
     """
 
     draw: int
@@ -91,7 +91,7 @@ class BatchMark:
 
     @property
     def of_rows(self) -> BatchMark:
-        """The mark by rows, where samples are units: which rows belong to a unit."""
+        """The mark with one element per row, if samples are units: whether the row has a unit."""
         units = self.units
         if units is None:
             return self
@@ -102,12 +102,12 @@ class BatchMark:
 
     @property
     def of_trial(self) -> BatchMark:
-        """The mark of the trial that precedes the microbatch; none of its samples counts."""
+        """The mark of a trial of this microbatch; none of its samples is real."""
         none = torch.zeros(self.size, dtype=torch.bool)
         return replace(self, last=False, real=none, is_trial=True)
 
     def without(self, bad: Sequence[int]) -> BatchMark:
-        """The mark with these entries of the batch as padding, and units that have one of them."""
+        """Return the mark with these entries, or the units that have one of them, as padding."""
         if not bad and self.real is not None:
             return self
         real = torch.ones(self.size, dtype=torch.bool) if self.real is None else self.real.clone()
@@ -119,32 +119,32 @@ class BatchMark:
 
     @property
     def count(self) -> int:
-        """The number of rows that are samples."""
+        """The number of samples."""
         return self.size if self.real is None else int(self.real.sum())
 
 
 class LogicalBatch(Protocol):
-    """The sum of the microbatches, as the tracker uses it."""
+    """The methods of the private step that the tracker calls."""
 
     @property
     def is_open(self) -> bool:
-        """Whether a part of a logical batch waits for its release."""
+        """Whether some microbatches of a logical batch wait for their release."""
 
     @property
     def releases(self) -> int:
-        """How many releases were charged so far."""
+        """The number of releases charged so far."""
 
     def begin_microbatch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
-        """The loader yields a microbatch of this many samples, which are its rows or units."""
+        """Begin a microbatch with this number of samples, which are its rows or units."""
 
     def begin_row(self) -> None:
-        """A row of the microbatch is trained on by itself."""
+        """Begin a row that is trained on as a microbatch of its own."""
 
     def may_begin(self, new_epoch: bool, draw: int | None) -> bool:
-        """Whether the loader may draw one more logical batch, that of a number if it has one."""
+        """Whether the loader may draw another logical batch, with number `draw` if given."""
 
     def abandon(self) -> None:
-        """Drop the logical batch: the loop began another epoch."""
+        """Drop the logical batch, since the loop began another epoch."""
 
     def noting_refusals(self) -> AbstractContextManager[None]:
         """Note a private refusal that the block raises."""
@@ -154,25 +154,25 @@ class BatchTracker:
     """Follows the training loop from microbatch to microbatch, and refuses steps without a bound.
 
     Args:
-        fetched_ahead: whether DataLoader workers fetch batches that the loop does not have yet.
-        equal_sizes: whether all logical batches have one size.
-        foreign_batches: whether batches that are not of the loader are taken.
-        seeds: of the random numbers that the loop draws during a logical batch.
-        entries: of the dataset, which no epoch may find changed.
+        fetched_ahead: whether DataLoader workers fetch batches ahead of the loop.
+        equal_sizes: whether all logical batches have the same size.
+        foreign_batches: whether batches that are not from the loader are accepted.
+        seeds: seeds of the random numbers that the loop draws during a logical batch.
+        entries: the dataset's entries, which must not change between epochs.
 
     Attributes:
         foreign_batches: as given.
         current: mark of the current microbatch; None if it did not come from a private loader.
         backward_done: whether the current microbatch had its backward.
         epochs: the number of epochs that have started.
-        received: how many microbatches the loop has received, trials included. PRIVATE.
+        received: the number of microbatches that the loop has received, with trials. PRIVATE.
         next_draw: the draw at which a resumed run continues.
-        returns: how often the loader was set back to draws that it had made.
-        emitted: sizes of the logical batches drawn in this epoch that no signalled release used.
+        returns: how often the loader was set back to draws that it had already made.
+        emitted: sizes of this epoch's logical batches that no signalled release has used.
         signalled: whether another loader ever signalled a release, such as that of Opacus'
             BatchMemoryManager, which calls step() for each microbatch.
         signalled_now: whether the current step was signalled.
-        skipped_last_step: whether the last step ended a microbatch only.
+        skipped_last_step: whether the last step only ended a microbatch, without a release.
     """
 
     def __init__(
@@ -205,11 +205,11 @@ class BatchTracker:
         self._seen = 0
         self._summed = 0
         self._without_grad = False
-        # Of the epoch: whether a batch had a backward, or was left without one under no_grad.
+        # In this epoch: whether a batch had a backward, or was left without one under no_grad.
         self._is_trained = self._is_read = False
         self._releases_before = 0  # when the epoch began
         self._still_to_come = 0
-        # Stored after its release, since its rows may come back.
+        # Kept after its release, since the loop may pass its rows again.
         self._last_yielded: BatchMark | None = None
         self._refused: BatchMark | None = None
         self._charged: BatchMark | None = None
@@ -220,24 +220,24 @@ class BatchTracker:
         self._batch = batch
 
     def may_begin(self, new_epoch: bool, draw: int | None = None) -> bool:
-        """Whether the loader may draw one more logical batch, which may begin an epoch.
+        """Whether the loader may draw another logical batch, which may begin an epoch.
 
-        Without its number, `draw`, it is the one after that of the loop.
+        `draw` is its number; None means the logical batch after the loop's current one.
         """
         return self._batch is None or self._batch.may_begin(new_epoch, draw)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """The loop iterates over the microbatches of one `LogicalBatch`."""
+        """Mark that the loop iterates over the microbatches of one `LogicalBatch`."""
         self.is_inside, self.is_waiting, epoch = True, False, self.epochs
         try:
             yield
         finally:
-            if epoch == self.epochs:  # else it was kept, and another loop may be inside
+            if epoch == self.epochs:  # else the batch is old, and another loop may be inside
                 self.is_inside, self.is_waiting = False, True
 
     def wait(self) -> None:
-        """The loop gets a `LogicalBatch`, over which it does not iterate yet."""
+        """Mark that the loop has a `LogicalBatch` over which it does not iterate yet."""
         self.is_waiting = True
 
     def noting_refusals(self) -> AbstractContextManager[None]:
@@ -246,18 +246,18 @@ class BatchTracker:
 
     @property
     def releases(self) -> int:
-        """How many releases have begun so far."""
+        """The number of releases that have begun so far."""
         return 0 if self._batch is None else self._batch.releases
 
     # Signals of another loader: Opacus' BatchMemoryManager
 
     def signal(self, do_skip: bool) -> None:
-        """The next step ends a microbatch only (True), or a logical batch."""
+        """Note that the next step ends only a microbatch (True), or a logical batch (False)."""
         self._signals.append(do_skip)
         self._seed_signalled()
 
     def _seed_signalled(self) -> None:
-        """The loop is about to train on a signalled batch, or does so while others are fetched."""
+        """Seed the loop for a signalled batch on which it is about to train."""
         self._signalled += 1
         if self._seeds is not None:
             self._seeds.seed("signal", self.epochs, self._signalled)
@@ -269,18 +269,18 @@ class BatchTracker:
 
     @property
     def step_will_release(self) -> bool:
-        """Whether the step that follows the current backward is that of a logical batch."""
+        """Whether the step after the current backward will release a logical batch."""
         if self._signals:
             return not self._signals[0]
         return self.current is not None and self.current.last
 
     def forget_signals(self) -> None:
-        """Drop signals for batches that will not come."""
+        """Drop signals of batches that the loop will not receive."""
         self._signals.clear()
         self.skipped_last_step = False
 
     def step_ends_microbatch(self) -> bool:
-        """Whether the current step ends a microbatch only; uses up its signal."""
+        """Return whether the current step ends only a microbatch; consumes its signal."""
         self.signalled_now = bool(self._signals)
         mark = self.current
         if self.signalled_now:
@@ -303,7 +303,7 @@ class BatchTracker:
 
     @property
     def is_between_batches(self) -> bool:
-        """Whether the step under way belongs to no private batch."""
+        """Whether the current step belongs to no private batch."""
         is_free = self.current is None or self.current is self._refused
         return is_free and not self.backward_done and not self.signalled_now
 
@@ -314,8 +314,8 @@ class BatchTracker:
         if self._batch is not None and self._batch.is_open:
             warn(
                 "the loop left its last logical batch before optimizer.step() released it; its "
-                "gradients are dropped. Leave `for batch in loader` where loader.is_last, or at "
-                "its end; next(iter(loader)) begins an epoch each time",
+                "gradients are dropped. Leave `for batch in loader` only if loader.is_last is "
+                "True, or at its end; next(iter(loader)) begins an epoch each time",
                 PrivateWarning,
             )
         elif (
@@ -327,8 +327,8 @@ class BatchTracker:
             warn(
                 "the loop left an epoch of the private loader before anything was released in it, "
                 "so it trained nothing: the first iterations are trials, and a release takes "
-                "several microbatches. Count loader.releases in place of iterations, and leave "
-                "`for batch in loader` where loader.is_last",
+                "several microbatches. Count loader.releases instead of iterations, and leave "
+                "`for batch in loader` only if loader.is_last is True",
                 PrivateWarning,
             )
         self._is_trained = False
@@ -357,7 +357,7 @@ class BatchTracker:
         self.epochs += 1
 
     def dropped(self) -> None:
-        """The gradients of the logical batch were dropped."""
+        """Note that the gradients of the logical batch were dropped."""
         self.backward_done = False
         self._seen = self._summed = 0
 
@@ -374,8 +374,9 @@ class BatchTracker:
     def real_rows(self, rows: int) -> Tensor | None:
         """`[rows]`: which rows of the current microbatch are samples; None if all rows are.
 
-        A batch with as many rows as the one released last may be that batch again, whose padding
-        rows would count a sample twice. Another loader gets one padding row of an empty draw.
+        A batch with as many rows as the last released one may be that batch again. Its padding
+        rows would then count a sample twice, so its mask is used. In other loaders an empty draw
+        is one padding row.
         """
         if rows == 1 and self._is_empty_draw:
             return torch.zeros(1, dtype=torch.bool)
@@ -384,19 +385,19 @@ class BatchTracker:
 
     @property
     def _is_empty_draw(self) -> bool:
-        """Whether another loader, which signals its steps, is at an empty draw."""
+        """Whether the current draw is empty, in another loader that signals its steps."""
         by_signal = self.current is None and self.waiting_signals > 0
         return by_signal and bool(self.emitted) and self.emitted[0] == 0
 
     def resume(self, draw: int, *, returns: int = 0) -> None:
-        """Continue at a draw; epochs that are under way get no further batch."""
+        """Continue at a draw; open epochs get no further batch."""
         self.next_draw, self.returns = draw, returns
         self.epochs += 1
         self.current = None
         self.is_inside = False
 
     def charged(self) -> None:
-        """The release of the current logical batch was charged: its draw is used up."""
+        """Note that the release of the current logical batch was charged: its draw is used up."""
         self._charged = self.current
         if self.current is not None:
             self.next_draw = self.current.draw + 1
@@ -412,15 +413,15 @@ class BatchTracker:
 
     @property
     def left_of_epoch(self) -> int:
-        """Batches of a shuffled epoch that wait for their release, the current one included."""
+        """The number of unreleased batches of a shuffled epoch, including the current batch."""
         by_signal = self.signalled or self.waiting_signals > 0
         at_hand = len(self.emitted) if by_signal else int(self.current is not None)
         return self._still_to_come + at_hand
 
     def begin_microbatch(self, mark: BatchMark, epoch: int) -> None:
-        """The loop received a microbatch of epoch number `epoch`."""
+        """Note that the loop received a microbatch of epoch number `epoch`."""
         if epoch != self.epochs:
-            # DataLoader workers may have fetched the older epoch to its end before.
+            # DataLoader workers may have fetched all batches of the older epoch before.
             raise RuntimeError(EARLIER_EPOCH)
         begins_draw = self.current is None or self.current.draw != mark.draw
         self._leave_batch(ends_draw=begins_draw)
@@ -433,20 +434,20 @@ class BatchTracker:
             self._batch.begin_microbatch(mark.size, mark.units, begins_draw=begins_draw)
 
     def before_rows(self) -> None:
-        """Refuse to run a microbatch row by row if it was summed, or an earlier one was not."""
+        """Refuse to run a microbatch row by row if it is in the sum, or an earlier one is not."""
         if self.backward_done:
             raise PrivateRefusal(SECOND) from None
         if self.current is not None and self._summed < self.current.microbatch:
             raise PrivateRefusal(_INCOMPLETE) from None
 
     def leave_trial(self) -> None:
-        """The loop has left a trial, of which nothing is to be released."""
+        """Note that the loop has left a trial, of which nothing may be released."""
         if self.current is not None and self.current.is_trial and not self._summed:
             self._left = self.current
 
     @contextmanager
     def row(self, number: int) -> Iterator[None]:
-        """One row of the current microbatch is trained on, as a microbatch of its own."""
+        """In the block, treat one row of the current microbatch as a microbatch of its own."""
         whole = self.current
         assert whole is not None and self._batch is not None
         real = None if whole.real is None else whole.real[number : number + 1]
@@ -462,12 +463,12 @@ class BatchTracker:
             self.current = whole if self.current is own else self.current
 
     def end_epoch(self, last: BatchMark | None) -> None:
-        """The loader has no more batches after the one with this mark."""
+        """Note that the loader has no more batches after the batch with this mark."""
         if self.current is last:
             self._leave_batch(ends_draw=True)
 
     def _leave_batch(self, *, ends_draw: bool) -> None:
-        """Refuse to leave a microbatch that had no backward, or a draw that had no release."""
+        """Refuse to leave a microbatch without its backward, or a draw without its release."""
         mark = self.current
         if self._batch is None or mark is None or mark is self._refused:
             return
@@ -479,7 +480,7 @@ class BatchTracker:
             raise PrivateRefusal(_UNRELEASED) from None
 
     def _require_backward(self) -> None:
-        """Refuse a sum without the current microbatch, or one before it, even if it is empty."""
+        """Refuse a sum that lacks the current or an earlier microbatch, even an empty one."""
         mark = self.current
         if mark is not None and not mark.is_trial and self._summed <= mark.microbatch:
             raise PrivateRefusal(_INCOMPLETE) from None
@@ -503,7 +504,7 @@ class BatchTracker:
             )
             raise PrivateRefusal(
                 "losses has another number of entries than the batch that the loader gave: give "
-                f"one loss for each {one}. Public samples go through engine.public_data() instead",
+                f"one loss for each {one}. For public samples use engine.public_data()",
                 losses=batch_size,
                 batch=mark.size,
             ) from None
@@ -518,14 +519,14 @@ class BatchTracker:
         if signals and self._hides_repeats:
             raise RuntimeError(
                 "BatchMemoryManager over a loader with DataLoader workers whose batches all have "
-                "one size: a second step on one batch would look like a step on the next, so "
-                "nothing was released. Use num_workers=0, or physical_batch_size= without the "
-                "manager"
+                "one size: a second step on one batch could not be distinguished from a step on "
+                "the next batch, so nothing was released. Use num_workers=0, or "
+                "physical_batch_size= without the manager"
             )
         if signals > 1 and not self._fetched_ahead:
             raise PrivateRefusal(
                 "batches were drawn and not stepped: optimizer.step() must follow every physical "
-                "batch of BatchMemoryManager, an empty or a skipped one too, or samples of two "
+                "batch of BatchMemoryManager, also an empty or skipped batch, or samples of two "
                 "draws mix in one step. Call step() before `continue`",
                 batches=signals,
             ) from None
@@ -538,8 +539,8 @@ class BatchTracker:
         ):
             raise PrivateRefusal(
                 "a batch has more samples than are left of the draw: samples of two draws would "
-                "mix in one step. Call optimizer.step() after every physical batch, an empty or a "
-                "skipped one too",
+                "mix in one step. Call optimizer.step() after every physical batch, also after an "
+                "empty or skipped batch",
                 batch=batch_size,
                 seen=self._seen,
                 draw=self.emitted[0],
@@ -549,8 +550,8 @@ class BatchTracker:
         if mark is None and not is_padding and self.real_rows(batch_size) is not None:
             warn(
                 "a batch of as many rows as the loader's last one, which was released: it is "
-                "treated as that batch, whose padding rows count for nothing. Train on batches "
-                "of your own outside of the loop over the private loader, or in another size",
+                "treated as that batch, whose padding rows contribute zero. Train on your own "
+                "batches outside of the loop over the private loader, or in another size",
                 PrivateWarning,
             )
         self.backward_done = True
@@ -561,8 +562,8 @@ class BatchTracker:
     def take_draw(self, signalled: bool) -> bool:
         """Whether the samples of this release are a draw of the private sampler.
 
-        A signal alone is no proof: as many samples must have been seen since the last release as
-        the next drawn batch has.
+        If the release is signalled, the number of samples seen since the last release must also
+        equal the size of the next drawn batch.
         """
         if not signalled:
             return self.current is not None
@@ -573,15 +574,15 @@ class BatchTracker:
 
     @property
     def _hides_repeats(self) -> bool:
-        """Whether batches that were fetched ahead have the size of the current one."""
+        """Whether batches are fetched ahead and have equal sizes, so repeats stay undetected."""
         return self._fetched_ahead and self._equal_sizes
 
     def released(self) -> None:
-        """The logical batch was released."""
+        """Note that the logical batch was released."""
         self.dropped()
         if self._seeds is not None:
             self._seeds.end()
-        if self._signals:  # Its batch is fetched already.
+        if self._signals:  # The next batch is already fetched.
             self._seed_signalled()
         if self.current is not None:
             self.next_draw = self.current.draw + 1

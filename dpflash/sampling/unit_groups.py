@@ -21,26 +21,27 @@ Indices = NDArray[np.int64]
 class UnitGroups:
     """The entries of each unit.
 
-    An entry is left out where unit_of raises an error or gives no unit: none at all, an object
-    that is equal to no other one, such as NaN, or several units where units are drawn.
+    An entry is left out if unit_of raises an error for it or gives no unit, such as None or an
+    object that equals no other object (NaN), or if it has several units and units are drawn.
 
     Args:
-        dataset: map-style.
-        unit_of: the unit of each entry, in their order; or a function from an entry to its unit,
-            which reads the whole dataset once. A unit is compared by its value, such as a number
-            or a text; an entry of several units has a tuple, list, set or 1-D tensor of them.
-        limit: k, the most entries of a unit in one draw, or in all of training.
-        sampling: "unit" if units are drawn, "example" if entries are.
+        dataset: a map-style dataset.
+        unit_of: the unit of each entry, in the dataset's order; or a function that returns the
+            unit of an entry, for which the whole dataset is read once. Units are compared by
+            value, such as a number or a text. Several units are a tuple, list, set or 1-D tensor.
+        limit: k, the most entries of a unit in one draw ("unit"), or in all of training
+            ("example").
+        sampling: "unit" if units are drawn, "example" if entries are drawn.
         unit_name: what a unit is, such as "patient"; None if it has no name.
 
     Attributes:
         names: the unit of each entry.
-        members: for each unit the indices of its entries, in the order of the units' first ones.
+        members: for each unit the indices of its entries; units are ordered by their first entry.
         has_shared: whether some entry belongs to several units.
-        left_out: how many entries are left out. PRIVATE.
+        left_out: the number of entries that are left out. PRIVATE.
 
     Raises:
-        PrivateRefusal: another number of units than entries, or most entries have no unit.
+        PrivateRefusal: the numbers of units and entries differ, or most entries have no unit.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class UnitGroups:
             raise PrivateRefusal(
                 "unit_of gives most entries no unit: it fails, or gives None, NaN or an object "
                 "that equals no other, or several units without unit_sampling='example'. Name "
-                "units by numbers or texts, and give entries of nobody one each",
+                "units by numbers or texts, and give each entry of nobody a unit of its own",
                 left_out=self.left_out,
                 units=named,
             ) from None
@@ -94,7 +95,7 @@ class UnitGroups:
         return digest.hexdigest()
 
     def selected(self, units: Sequence[int], *, key: bytes, draw: int) -> list[Indices]:
-        """Entries of each of these units for one draw: all of them, or `limit` at random."""
+        """Return the entries of each unit for one draw: all, or `limit` random ones if more."""
         words: NDArray[np.uint64] | None = None
         chosen = []
         for unit in units:
@@ -108,10 +109,10 @@ class UnitGroups:
         return chosen
 
     def kept(self) -> Indices:
-        """Entries such that no unit has more than `limit`, ascending.
+        """Return entries of which no unit has more than `limit`, ascending.
 
-        Entries are taken in the dataset's order if all of their units have room. What is kept
-        depends on who owns which entry alone, not on what the entries hold.
+        An entry is taken, in the dataset's order, if none of its units has `limit` entries yet.
+        The choice depends only on who owns which entry, not on the contents of the entries.
 
         Source: greedy contribution bounding of Ganesh et al. (arXiv:2503.03622).
         """
@@ -129,9 +130,9 @@ class UnitGroups:
 
 
 def units_of(dataset: Any, unit_of: Callable[[Any], Any]) -> list[Any]:
-    """The unit of each entry, None where the dataset or the function raises an error."""
+    """Return the unit of each entry, or None if the dataset or the function raises an error."""
     found: list[Any] = []
-    with random_state_kept():  # Later random numbers would tell how many entries were read.
+    with random_state_kept():  # Later random numbers would reveal the number of entries.
         for index in range(len(dataset)):
             try:
                 found.append(unit_of(dataset[index]))
@@ -141,24 +142,24 @@ def units_of(dataset: Any, unit_of: Callable[[Any], Any]) -> list[Any]:
 
 
 def _owners_of(name: Any, *, several: bool) -> dict[Hashable, None]:
-    """The units of an entry, in order; none where it has none."""
+    """The units of an entry, in order; empty if it has none."""
     try:
         name = _as_value(name)
         names = name if isinstance(name, tuple | list | set | frozenset) else [name]
         owners: dict[Hashable, None] = dict.fromkeys(map(_as_value, names))
         has_unit = all(map(_has_value, owners)) and (several or len(owners) < 2)
-    except Exception:  # They cannot be hashed or compared.
+    except Exception:  # The units cannot be hashed or compared.
         return {}
     return owners if has_unit else {}
 
 
 def _as_value(name: Any) -> Any:
-    # Two tensors of one number are different keys.
+    # Tensors hash by identity, so equal ones would be different keys.
     return name.tolist() if isinstance(name, Tensor | np.ndarray) else name
 
 
 def _has_value(owner: Any) -> bool:
-    """Whether this can be equal to another object."""
+    """Whether a unit can be equal to another object."""
     by_identity: Any = object.__hash__
     is_equal = bool(owner == owner)  # NaN is not.
     return owner is not None and is_equal and type(owner).__hash__ is not by_identity

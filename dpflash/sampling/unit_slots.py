@@ -1,4 +1,4 @@
-"""UnitSlots: the rows of microbatches whose samples are units of several entries."""
+"""UnitSlots: places units of several entries in the rows of microbatches."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .unit_groups import UnitGroups
 class UnitSlots(SlotSampler):
     """A `SlotSampler` of units.
 
-    A unit in slot s has the rows from s k on, where k is the most entries of a unit in a draw; it
-    may have fewer, and the rest of its rows are padding.
+    A unit in slot s has rows s k to (s + 1) k - 1, where k is the largest number of entries of a
+    unit in a draw. If the unit has fewer entries, its other rows are padding.
 
     Args:
-        draws: the sampler of units, from whose key those of slots and entries derive.
-        slots: units of each microbatch of each rank.
+        draws: the sampler of units; the keys of slots and entries are derived from its key.
+        slots: number of units of each microbatch of each rank.
         groups: the entries of each unit.
     """
 
@@ -34,7 +34,7 @@ class UnitSlots(SlotSampler):
         filled = np.flatnonzero(placed >= 0)
         drawn = placed[filled].tolist()
         entries = self._groups.selected(drawn, key=self._draws.key, draw=draw)
-        # Padding repeats an entry of the same batch, which adds no other length.
+        # Padding repeats an entry of the same batch, so that it adds no new length.
         filler = int(entries[0][0]) if entries else 0
         rows = np.full(len(placed) * most, filler)
         spans = [(0, 0)] * len(placed)
