@@ -15,15 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .collectives import (
-    agree,
-    all_gather,
-    all_to_all,
-    bundles,
-    rank_in,
-    ranks_of,
-    world_size,
-)
+from .collectives import agree, all_gather, all_to_all, bundles, rank_in, ranks_of, world_size
 from .fsdp import is_sharded, local_rows, local_shape, sharding_group
 from .mesh import Ranks
 
@@ -198,9 +190,7 @@ def _require_alike(
 
 
 def _gathered(
-    parts: Mapping[nn.Parameter, Tensor],
-    lengths: Mapping[nn.Parameter, int],
-    group: ProcessGroup,
+    parts: Mapping[nn.Parameter, Tensor], lengths: Mapping[nn.Parameter, int], group: ProcessGroup
 ) -> dict[nn.Parameter, Tensor]:
     """Join the parts of all ranks to whole parameters or slices of `lengths` elements."""
     found: dict[nn.Parameter, Tensor] = {}

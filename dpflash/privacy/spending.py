@@ -255,10 +255,7 @@ class Spending:
             if self.is_ours:
                 _convert_all(trial, event.relation)
             count = remaining_steps(
-                trial,
-                event,
-                target_epsilon=self.budget.epsilon,
-                target_delta=self.budget.delta,
+                trial, event, target_epsilon=self.budget.epsilon, target_delta=self.budget.delta
             )
             self._remaining = left = _Remaining(event, count, self._state())
         return left.count

@@ -73,9 +73,7 @@ class ReleaseOptions:
         """
         noise_fits(max_grad_norm=self.numbers["max_grad_norm"], noise_multiplier=value)
         if value == 0 < self.numbers["noise_multiplier"]:
-            warn(
-                "noise_multiplier=0: the next release has no noise, and epsilon is inf then",
-            )
+            warn("noise_multiplier=0: the next release has no noise, and epsilon is inf then")
         # numpy's narrower numbers would round products with it.
         self.numbers["noise_multiplier"] = float(value)
 

@@ -155,22 +155,19 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         if kept:
             _, theirs, into = zip(*kept, strict=True)
             clip_reduce_all(theirs, factors, grid=self.grid, into=into)
-        new = [(p, g) for p, g, total in held if total is None]
+        new = {p: g for p, g, total in held if total is None}
+        for parameter in new:
+            self._note_rounding(parameter)
         if len(factors) == 1 and self.ranks.context is not None:
             # Nothing else references these gradients: they are slices that this rank received.
-            first = {p: _OneSample(g, factors) for p, g in new if p not in self._sums}
-            self._sums.update(first)
-            for parameter in first:
-                self._note_rounding(parameter)
-            new = [(p, g) for p, g in new if p not in first]
+            first = [p for p in new if p not in self._sums]
+            self._sums.update({p: _OneSample(new.pop(p), factors) for p in first})
         if new:
-            own, theirs = zip(*new, strict=True)
-            totals = clip_reduce_all(theirs, factors, grid=self.grid, noise=noise)
-            for parameter, total in zip(own, totals, strict=True):
-                self._note_rounding(parameter)
+            totals = clip_reduce_all(list(new.values()), factors, grid=self.grid, noise=noise)
+            for parameter, total in zip(new, totals, strict=True):
                 self._add(parameter, total)
             if noise is not None:
-                self._narrow(own)
+                self._narrow(list(new))
 
     def add(
         self,
@@ -204,16 +201,15 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         self._waiting = {}
         if not wide:
             return
-        rows = self.slices.scattered(wide, [self._ids[p] for p in wide])
-        for parameter, own in rows.items():
+        ids = [self._ids[p] for p in wide]
+        for parameter, own in self.slices.scattered(wide, ids).items():
             held = self.get(parameter)
             self._sums[parameter] = own if held is None else held + own
 
     def add_noise(self, parameters: Sequence[nn.Parameter], noise: Sequence[NoiseStream]) -> None:
         """Add noise to sums that are complete."""
         totals = add_noise_([self[p].contiguous() for p in parameters], noise)
-        for parameter, total in zip(parameters, totals, strict=True):
-            self._sums[parameter] = total
+        self._sums.update(zip(parameters, totals, strict=True))
         self._narrow(parameters)
 
     def with_noise(
@@ -224,23 +220,15 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         Yields some parameters at a time, so that few sums exist twice; all parameters at once if
         there are no other ranks. The tensors are new.
         """
-        if self.is_alone:
-            totals = {p: self._wide(p) for p in parameters}
-            totals = {p: x.clone() if noise.is_due(p) else x for p, x in totals.items()}
-            noise.add_(totals, dict.fromkeys(totals, 0))
-            yield list(totals), self._means(totals, divisor)
-            return
-        # If one rank alone repeated a release, the other ranks would be in its middle.
         self._attempt += 1
-        if self._attempt > 1:
+        if self._attempt > 1 and not self.is_alone:
+            # If one rank alone repeated a release, the other ranks would be in its middle.
             self.ranks.agree("an interrupted release", {"attempt": self._attempt})
-        for number, theirs in enumerate(self.slices.bundled(parameters)):
+        bundles = [list(parameters)] if self.is_alone else self.slices.bundled(parameters)
+        for number, theirs in enumerate(bundles):
             # Ranks have agreed on the release before the first bundle.
             names = [self._ids[p] for p in theirs] if number else None
-            means = self._noisy_means(theirs, names, noise, divisor)
-            parts = self.slices.released(dict(zip(theirs, means, strict=True)))
-            del means  # before the next means are computed
-            yield theirs, parts
+            yield theirs, self.slices.released(self._noisy_means(theirs, names, noise, divisor))
 
     def _noisy_means(
         self,
@@ -248,22 +236,18 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         names: Sequence[int] | None,
         noise: BatchNoise,
         divisor: float,
-    ) -> list[Tensor]:
+    ) -> dict[nn.Parameter, Tensor]:
         """Return this rank's part of the release."""
-        wide = {p: self._wide(p).reshape(-1) for p in parameters}
-        totals = self.slices.reduced(wide, names)
+        totals = self.slices.reduced({p: self._wide(p) for p in parameters}, names)
         for parameter, total in totals.items():
+            held = self._sums.get(parameter)
             # An interrupted release is made again from the sums without noise.
-            if total is wide[parameter] and isinstance(self._sums.get(parameter), Tensor):
-                totals[parameter] = total.clone()
-        del wide
+            if isinstance(held, Tensor) and total.data_ptr() == held.data_ptr():
+                totals[parameter] = total.clone() if noise.is_due(parameter) else total
         noise.add_(totals, {p: self.slices.owned(p).start for p in totals})
-        return self._means(totals, divisor)
-
-    @staticmethod
-    def _means(totals: Mapping[nn.Parameter, Tensor], divisor: float) -> list[Tensor]:
         narrow = in_dtypes(totals.values(), [wide_dtype(p) for p in totals])
-        return list(torch._foreach_div(narrow, divisor)) if narrow else []
+        means = torch._foreach_div(narrow, divisor) if narrow else ()
+        return dict(zip(totals, means, strict=True))
 
     def _wide(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's part of a sum, or zeros, in the dtype of additions."""
@@ -272,10 +256,9 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         held = self.get(parameter)
         if held is None:
             cut = self.slices.held(parameter)
-            shape = parameter.shape if self.is_alone else (cut.stop - cut.start,)
-            return torch.zeros(shape, dtype=dtype, device=parameter.device)
+            return torch.zeros(cut.stop - cut.start, dtype=dtype, device=parameter.device)
         dtype = max(dtype, held.dtype, key=lambda held: held.itemsize)
-        return held.to(dtype, memory_format=torch.contiguous_format)
+        return held.to(dtype, memory_format=torch.contiguous_format).view(-1)
 
     def _sum_to_extend(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the exact sum of earlier microbatches that a kernel may add to, or None."""
