@@ -77,8 +77,8 @@ def noise_fits(*, max_grad_norm: float, noise_multiplier: float) -> None:
     if not _LEAST_BOUND <= float(max_grad_norm) <= _MOST_BOUND:
         raise ValueError(
             f"max_grad_norm={max_grad_norm!r} with noise: expected a number between "
-            f"{_LEAST_BOUND:g} and {_MOST_BOUND:g}, so that sums fit into float32; scale the losses "
-            "and the bound alike, or pass noise_multiplier=0 for any bound, inf included"
+            f"{_LEAST_BOUND:g} and {_MOST_BOUND:g}, so that sums fit into float32; scale the "
+            "losses and the bound alike, or pass noise_multiplier=0 for any bound, inf included"
         )
     if noise_multiplier < _LEAST_NOISE:
         raise ValueError(
@@ -113,8 +113,8 @@ def words(**values: object) -> None:
         is_text = isinstance(value, str) and value.isprintable() and value.strip() == value != ""
         if not is_text:
             raise ValueError(
-                f"{name}={value!r}: expected one line of words; pass printable text without "
-                "spaces around it"
+                f"{name}={value!r}: expected a word, or several in one line; pass printable text "
+                "without spaces around it"
             )
 
 

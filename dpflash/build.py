@@ -179,7 +179,7 @@ def build(
     if privacy.budget is None and delta is not None:
         spending.set_delta(delta)
     if privacy.budget is not None and not spending.fits(event):
-        warn(f"budget={privacy.budget!r} is spent, so training ends before the first step")
+        warn(f"budget={privacy.budget!r} is spent, so training ends before its first step")
     synchronize_ranks(module, ranks)
     step = PrivateStep(
         joined(optimizers),
