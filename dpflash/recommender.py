@@ -274,8 +274,8 @@ def _read(results: Results) -> list[_Row]:
                 held = json.loads(file.read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise ValueError(
-                    f"results={os.fspath(file)!r}: cannot read the file ({error}); pass folders "
-                    "or files that `dpflash bench --out` wrote"
+                    f"results={os.fspath(file)!r}: it cannot be read ({error}); pass folders or "
+                    "files that `dpflash bench --out` wrote"
                 ) from None
             if isinstance(held, dict) and {"environment", "rows"} <= held.keys():
                 found.append(held)

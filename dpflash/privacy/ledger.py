@@ -185,7 +185,7 @@ class Ledger:
         `append`.
         """
         if self.unit is None:
-            raise ValueError(f"ledger {self.path} has no line, so there is no unit to rename")
+            raise ValueError(f"ledger {self.path} has no line, so no privacy unit to rename")
         was, unit = self.unit, renamed(self.unit, name)
         if unit == was:
             raise ValueError(f"ledger {self.path}: its privacy unit is {unit!r} already")

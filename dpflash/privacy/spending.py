@@ -217,7 +217,7 @@ class Spending:
             left.state = self._state()
 
     def note_refusal(self, run: str, *, may_be: bool) -> None:
-        """Write into the ledger that a private refusal ended the run; `may_be` after a lost rank."""
+        """Write into the ledger that a private refusal ended the run, or may have (`may_be`)."""
         if self.ledger is not None:
             unit = self.unit or SAMPLE
             note = LOST if may_be else REFUSED
