@@ -198,6 +198,5 @@ def large_delta(delta: float, size: int, thing: str) -> str | None:
 
 
 def _power_of_ten_below(value: float) -> float:
-    """The greatest power of ten below a positive number."""
     power = float(f"1e{math.floor(math.log10(value))}")
     return power if power < value else float(f"1e{math.floor(math.log10(value)) - 1}")

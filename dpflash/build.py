@@ -324,7 +324,6 @@ def _devices_of(module: nn.Module) -> frozenset[torch.device]:
 
 
 def _check_devices(module: nn.Module) -> None:
-    """Raise if some parameters are on a device that has no kernels."""
     for device in sorted(_devices_of(module), key=str):
         problem = problem_with(device)
         if problem is not None:
@@ -631,7 +630,6 @@ def _check_foreign(unit: str, ranks: Ranks) -> None:
 def _check_packed(
     collate: PackTo, privacy: PrivacyConfig, performance: PerformanceConfig, ranks: Ranks
 ) -> None:
-    """Refuse options that are not supported with packed documents."""
     packed = "with collate_fn=PackTo(...)"
     if type(collate) is not PackTo:
         raise ValueError(
@@ -662,7 +660,6 @@ def _check_packed(
 
 
 def _check_pairs(privacy: PrivacyConfig, ranks: Ranks) -> None:
-    """Refuse options that are not supported with pairs of rows."""
     pairs = "with collate_fn=Pairs(...)"
     if privacy.sampling == "shuffled":
         raise ValueError(
@@ -705,7 +702,6 @@ def _check_exact_packing(collate: PackTo, module: nn.Module) -> None:
 
 
 def _check_joint(privacy: PrivacyConfig, mode: str, ranks: Ranks) -> None:
-    """Refuse options that do not work with several ranks."""
     if ranks.everyone is not None and privacy.sampling == "shuffled":
         raise ValueError(
             "sampling='shuffled' (poisson_sampling=False) with a mesh: the loader of each "

@@ -285,7 +285,6 @@ class PrivacyConfig:
         self._check_units()
 
     def _check_mechanism(self) -> None:
-        """Refuse combinations of noise and sampling for which no epsilon is known."""
         mechanism, sampling = self.noise_mechanism, self.sampling
         if isinstance(mechanism, str) and mechanism == AUTO:
             self._check_auto()

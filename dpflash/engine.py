@@ -264,7 +264,6 @@ class PrivacyEngine(Uncopied, OnlySettable):
         return run.model, list(run.optimizers) if several else run.optimizers[0], run.loader
 
     def _warn_without_mesh(self) -> None:
-        """Warn, once, that this process is one of several ranks and the engine has no mesh."""
         if self._has_mesh or self._is_warned or not dist.is_initialized():
             return
         if dist.get_world_size() > 1:

@@ -78,7 +78,6 @@ class Candidate:
 
     @property
     def _cells(self) -> tuple[str, ...]:
-        """The row of the table."""
         mib = "unknown" if self.expected_peak_mib is None else _digits(self.expected_peak_mib)
         loss = "reference" if isinstance(self.pattern, Dense) else "not measured"
         if self.quality is not None:
@@ -328,7 +327,6 @@ def _cases(run: _Row) -> Iterator[_Case]:
 
 
 def _brief(pattern: Pattern) -> str:
-    """The pattern's class with its arguments, without defaults and `causal`."""
     named = [
         f"{one.name}={value!r}"
         for one in fields(pattern)  # type: ignore[arg-type]
@@ -338,7 +336,6 @@ def _brief(pattern: Pattern) -> str:
 
 
 def _losses(run: _Row) -> Iterator[tuple[Pattern, Quality]]:
-    """Yield each measured pattern with its `Quality`."""
     # Quick runs train too briefly. Rows of private models have other baselines: there the noise
     # is larger than the differences.
     rows = [] if run["environment"].get("quick") else run["rows"]

@@ -418,7 +418,6 @@ class PrivateRun:
         return " ".join(said)
 
     def _pending(self) -> str:
-        """Why `verified` is pending."""
         is_few, slots = self.backward.proof.waiting
         if is_few or not slots:
             return "Too few samples were in one batch with others so far."
@@ -577,7 +576,6 @@ class PrivateRun:
         return restore_schedulers(state["extra"], theirs)
 
     def _require_own(self, module: nn.Module | None, optimizer: object) -> None:
-        """Raise if the model or the optimizer is not this run's."""
         own = optimizer if listed(optimizer) == self.optimizers else self.optimizers
         require_own(module=(module, self.model), optimizer=(optimizer, own))
 

@@ -67,7 +67,6 @@ def as_typed(message: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _options_of(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Map argument names to options, also those of subcommands."""
     found = {}
     for action in parser._actions:
         for option in action.option_strings:

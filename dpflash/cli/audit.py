@@ -135,7 +135,6 @@ def _from_options(args: argparse.Namespace) -> _Audit:
 
 
 def _from_run(args: argparse.Namespace) -> _Audit:
-    """Return the settings of a run's report; refuse options that would change them."""
     from ..release.load import report_of
 
     fixed = ("noise_multiplier", "sample_rate", "steps", "delta", "clipping", "accountant")

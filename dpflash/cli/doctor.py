@@ -210,7 +210,6 @@ def _warnings(report: dict[str, Any]) -> list[str]:
 
 
 def _untested(report: dict[str, Any]) -> list[str]:
-    """Return installed releases that are newer than those that the tests have run with."""
     versions = {name: report[name]["version"] for name in ("torch", "triton")}
     versions["transformers"] = report["optional"]["transformers"]
     return [

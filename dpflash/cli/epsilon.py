@@ -279,7 +279,6 @@ def _rows(report: dict[str, Any], accountant: Accountant) -> list[tuple[str, str
 def _figure(
     args: argparse.Namespace, run: Run, noise_multiplier: float, accountant: Accountant
 ) -> Any:
-    """Plot epsilon over steps, with the RDP accountant for comparison, and the trade-off curve."""
     event, count = run.event(noise_multiplier), run.events()
     curves = [epsilon_curve(args.accountant, event, count, args.delta)]
     if args.accountant != "rdp" and run.sampler != ALLOCATION:

@@ -197,7 +197,6 @@ class Subject:
 
 
 def _read_config(path: str) -> tuple[dict[str, Any], Path]:
-    """Return the contents of config.json, and its path."""
     from dpflash.release.load import pretrained_folder
 
     file = Path(path)

@@ -131,7 +131,6 @@ def _run_verify(args: argparse.Namespace) -> int:
 
 
 def _kept(args: argparse.Namespace) -> tuple[str | None, str | None]:
-    """Return the head and the public key that were passed."""
     head = None if args.head is None else args.head.lower()
     if head is not None and not re.fullmatch("[0-9a-f]{64}", head):
         raise ValueError(f"head={args.head!r}: expected 64 hexadecimal digits; pass all of them")

@@ -469,8 +469,6 @@ def _stop_on_signals(*, shown: bool) -> Iterator[Any]:
 
 @contextmanager
 def _warnings_as_lines(*, shown: bool) -> Iterator[None]:
-    """Print warnings as lines of the command, without file names and line numbers."""
-
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         if shown:
             print(f"dpflash: warning: {message}", file=sys.stderr)

@@ -287,7 +287,6 @@ class DPTrainer(Trainer):
 
     @property
     def _has_own_loss(self) -> bool:
-        """Whether the user's subclass defines `compute_loss`."""
         return not type(self).compute_loss.__module__.startswith("dpflash.")
 
     def _checked_engine(self, engine: PrivacyEngine | None) -> PrivacyEngine:
@@ -463,7 +462,6 @@ class DPTrainer(Trainer):
         )
 
     def _placed(self, inputs: Any) -> Any:
-        """Return a batch on the device of training."""
         is_packed = isinstance(inputs, PackedBatch)
         return inputs.to(self.args.device) if is_packed else self._prepare_inputs(inputs)
 
@@ -545,11 +543,9 @@ class DPTrainer(Trainer):
         return (losses, outputs) if return_outputs else losses
 
     def _evaluated(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """Return an evaluation's loss, with the outputs if return_outputs."""
         return super().compute_loss(model, inputs, return_outputs=return_outputs)
 
     def _losses_of(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """(losses `[B]`, outputs)."""
         if self._sample_loss is not None:
             return losses_of(model, inputs, self._sample_loss)
         if self._has_unknown_loss:

@@ -275,7 +275,6 @@ def _scores(logits: Tensor, labels: Tensor) -> SimpleNamespace:
 
 
 def _require_known_dpo() -> None:
-    """Raise ImportError if TRL's DPOTrainer lacks the methods that DPDPOTrainer uses."""
     missing = [name for name in _OF_DPO if not hasattr(DPOTrainer, name)]
     if missing or not hasattr(dpo_trainer, "add_fused_lm_head"):
         raise ImportError(

@@ -403,7 +403,6 @@ def _with_digest(record: bytes, before: hashlib.blake2b) -> bytes:
 
 
 def _check_digest(raw: bytes, before: hashlib.blake2b) -> None:
-    """Raise if the line's digest does not match this line and all lines before it."""
     if _with_digest(raw[:-_DIGEST_LENGTH] + b"}", before) != raw:
         raise ValueError(
             "its digest is wrong: the line was changed, or an earlier line was removed or added"

@@ -158,7 +158,6 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
 
 
 def _require_same(run: Path, report: dict[str, Any], ledger: Ledger) -> None:
-    """Raise if the report does not match the run's lines in its ledger."""
     written = report["steps"] + report["lost_steps"]
     stated, lines = report["epsilon"], ledger.lines
     spending = Spending(report["accountant"], ledger=ledger)
@@ -190,7 +189,6 @@ def _require_same(run: Path, report: dict[str, Any], ledger: Ledger) -> None:
 
 
 def _has_card(base: str | None) -> bool:
-    """Whether the base model's folder exists and its card has the section on privacy."""
     card = None if base is None else Path(base) / CARD
     return card is not None and card.is_file() and TITLE in card.read_text(encoding="utf-8")
 

@@ -97,7 +97,6 @@ def report_of(folder: Path) -> Path:
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:
-    """Return the architecture in config.json."""
     path = folder / ARCHITECTURE
     if not path.is_file():
         raise ValueError(
@@ -123,7 +122,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_weights(folder: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-    """Return the weights, and the architecture that is stored in the same file."""
     for name, read in ((SAFETENSORS, _read_safetensors), (WEIGHTS, _read_torch)):
         if (folder / name).is_file():
             saved, architecture = read(folder / name)

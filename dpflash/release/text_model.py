@@ -240,7 +240,6 @@ class TextModel:
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None) -> int:
-    """Sample a token from its logits `[V]`."""
     if temperature == 0:
         return int(logits.argmax())
     values, tokens = logits.topk(min(top_k or len(logits), len(logits)))

@@ -303,7 +303,6 @@ class _Reader:
             self._add(name, content, self._folder_of(name))
 
     def _folder_of(self, name: str) -> str:
-        """Return the unit of a file: its first folder, or the file itself if it is in none."""
         return name.split("/")[0] if self.unit == "folder" else ""
 
     def _read_records(self, name: str) -> None:
@@ -494,7 +493,6 @@ def labelled_batches(
 def _windows_in_rounds(
     documents: Sequence[Tokens], seq_len: int, padding: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the first window of every document, then the second windows, and so on."""
     start = 0
     while documents := [document for document in documents if start < num_targets(document)]:
         for document in documents:

@@ -177,7 +177,6 @@ def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
 
 
 def _remedy(device: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return what to do if ranks cannot connect to each other."""
     if environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return "torchrun restarted the ranks while one that died was still known: restart again"
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):

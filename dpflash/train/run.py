@@ -328,8 +328,6 @@ class TrainingRun:
         return float(self._team.ranks.run_on_first("reading the ledger", read))
 
     def _own_releases(self) -> int:
-        """The number of this run's releases in the ledger, which rank 0 reads."""
-
         def read() -> bytes:
             lines = lines_of(Ledger(self.ledger), self._engine.ledger_run)
             return str(sum(line.steps for line in lines)).encode()
@@ -556,7 +554,6 @@ class TrainingRun:
         return nats / total / math.log(2) if total else None
 
     def _initial_model(self) -> nn.Module:
-        """Build the model before its first step, context parallel if the job is."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.state.init_seed)
             model = self._lm.build()
