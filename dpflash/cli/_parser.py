@@ -93,7 +93,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Names(argparse._SubParsersAction):
-    """The subcommands; for an unknown subcommand, suggests a name."""
+    """The action of subcommands, which suggests names for an unknown subcommand."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -163,11 +163,11 @@ class Run:
         return epochs_to_steps(epochs=1, sample_rate=self.sample_rate)
 
     def accountant(self, name: str) -> Accountant:
-        """An empty accountant under the run's relation."""
+        """Return an empty accountant under the run's relation."""
         return create_accountant(name, neighboring_relation=self.neighboring_relation)
 
     def spent(self, name: str, noise_multiplier: float, count: int | None = None) -> Accountant:
-        """An accountant of the whole run, or of `count` of its steps or epochs."""
+        """Return an accountant of the whole run, or of `count` steps or epochs of it."""
         accountant = self.accountant(name)
         accountant.compose(self.event(noise_multiplier), self.events(count))
         return accountant
@@ -176,7 +176,7 @@ class Run:
 def add_run_arguments(
     parser: argparse.ArgumentParser, usages: Mapping[str, str] | None = None
 ) -> None:
-    """Add the arguments that describe a run. `usages` replaces usages of options by others."""
+    """Add the arguments that describe a run. `usages` maps some options' usages to others."""
     usages = usages or {}
     options = {usages.get(usage, usage): text for usage, text in _OPTIONS.items()}
     add_options(parser, options, required=["--delta"])
@@ -184,10 +184,10 @@ def add_run_arguments(
 
 
 def run_of(args: argparse.Namespace) -> Run:
-    """The run that the arguments describe; refuses those that are wrong, unused or missing.
+    """Return the run that the arguments describe; refuse wrong, unused or missing arguments.
 
-    Its `count` or `sample_rate` is None if no argument determines it; callers decide whether that
-    is an error.
+    `count` or `sample_rate` is None if no argument determines it; callers decide whether this is
+    an error.
     """
     one_of(sampler=(args.sampler, tuple(_USES)))
     one_of(neighboring_relation=(args.neighboring_relation, (None, *RELATIONS)))

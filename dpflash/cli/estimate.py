@@ -97,13 +97,13 @@ class Subject:
 
     Args:
         path: a folder or a config.json.
-        lora_rank: of adapters on all linear layers; None to train all parameters.
-        is_fake: whether its tensors have no memory.
+        lora_rank: rank of adapters on all linear layers; None to train all parameters.
+        is_fake: whether the model's tensors have shapes but no memory.
         checkpoints: whether blocks recompute their activations.
 
     Attributes:
         model: the model.
-        most_tokens: the longest sequence that it takes; None for no limit.
+        most_tokens: the longest sequence that the model supports; None for no limit.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Subject:
             if lora_rank is not None:
                 self.model = _adapted(self.model, path, lora_rank)
         if is_fake:
-            # Libraries know models on the device "meta", and not those of fake tensors.
+            # Libraries can build models on the device "meta", but not of fake tensors.
             with fake_tensors():
                 _replace_meta(self.model)
         self.model.train()
@@ -140,7 +140,7 @@ class Subject:
         if (key := given.get("pattern")) is not None:
             given["pattern"] = from_key(key)
         if given.get("positions") != "learned" and "max_seq_len" in given:
-            given["max_seq_len"] = 1 << 62  # nothing depends on it
+            given["max_seq_len"] = 1 << 62  # has no effect without learned positions
         try:
             model = LongContextLM(**given)
         except TypeError as error:

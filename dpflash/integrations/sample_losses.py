@@ -168,11 +168,9 @@ def changed_in_company(
 ) -> str | None:
     """Return an error message if a sample's loss changes among other samples, else None.
 
-    Args:
-        alone: batches of one sample each.
-        together: a batch that begins with the same samples in this order; shorter ones are padded.
-        again: the same batch once more; if its losses differ, losses are random: return None.
-        rounding: the relative and absolute tolerance.
+    `alone` are batches of one sample each; `together` begins with these samples in this order.
+    `again` is `together` once more: if its losses differ, they are random, and the result is None.
+    `rounding` is the relative and absolute tolerance.
     """
     in_company = losses_of_batch(together).float()
     repeated = losses_of_batch(again).float()

@@ -400,8 +400,7 @@ class Spending:
             raise RuntimeError(
                 "the history of the engine's accountant lacks releases that were made: it was "
                 "cleared, replaced, or loaded from an earlier state, so epsilon would be too "
-                "small. Restore the history. To resume a run, use a new engine, before its first "
-                "release"
+                "small. Restore it; resume a run in a new engine, before its first release"
             )
 
     def _relation_with(self, event: Event) -> str:
