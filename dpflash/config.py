@@ -416,7 +416,7 @@ class PrivacyConfig:
             )
         if (self.sample_rate is None) != (self.steps_per_epoch is None):
             raise ValueError(
-                f"{named[0]}: sample_rate needs steps_per_epoch, and vice versa; pass both"
+                f"{named[0]}: sample_rate and steps_per_epoch come together; pass both"
             )
         if self.dataset_size is not None:
             positive_int(dataset_size=self.dataset_size)
@@ -518,8 +518,8 @@ class PerformanceConfig:
     def _check_fp8(self) -> None:
         if isinstance(self.fp8, str):
             raise ValueError(
-                f"fp8={self.fp8!r}: with one scale for several tokens or samples, a sample's "
-                "rounding would depend on others; pass fp8=True, one scale for each token's row"
+                f"fp8={self.fp8!r}: scales over tokens or over the batch make a sample's rounding "
+                "depend on other samples; pass fp8=True, which has one scale for each token's row"
             )
         one_of(fp8=(self.fp8, (False, True)))
         if self.fp8 and self.cuda_graph:

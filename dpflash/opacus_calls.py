@@ -159,8 +159,8 @@ def require_states(extra: Mapping[str, Any], schedulers: Mapping[str, Scheduler 
     for name, scheduler in schedulers.items():
         if scheduler is not None and _key(name) not in extra:
             raise ValueError(
-                f"{name}={type(scheduler).__name__}: the checkpoint does not contain its state; "
-                "pass the scheduler to save_checkpoint too, or leave it out here"
+                f"{name}={type(scheduler).__name__}: the checkpoint has no state of this "
+                "scheduler; pass it to save_checkpoint too, or leave it out here"
             )
 
 

@@ -230,7 +230,7 @@ def recommend(
         isinstance(kind, type) and issubclass(kind, Pattern) for kind in kinds
     ):
         raise ValueError(
-            f"patterns={patterns!r}: expected classes of dpflash.patterns; pass classes, such as "
+            f"patterns={patterns!r}: expected classes of dpflash.patterns; pass some, such as "
             "[Dense, SlidingWindow], or None for all patterns"
         )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -246,8 +246,8 @@ def recommend(
     chosen, reasons = _choose(joined, asked)
     if apart := [one.variant for one in found if one not in joined]:
         reasons.append(
-            "left out, since with any number of layers their last position does not depend on all "
-            f"earlier positions: {', '.join(apart)}"
+            "left out, since their last position cannot depend on all earlier positions, however "
+            f"many layers: {', '.join(apart)}"
         )
     sources = "; ".join(dict.fromkeys(case.source for case in cases))
     others = tuple(one for one in joined if one is not chosen)
@@ -474,12 +474,12 @@ def _choose(found: Sequence[Candidate], asked: _Question) -> tuple[Candidate, li
     if not isinstance(chosen.pattern, Dense):
         loss = "was not measured" if chosen.quality is None else f"was {chosen.quality}"
         reasons.append(
-            f"another model than dense attention: it has {pairs} of the (query, key) pairs; the "
-            f"held-out loss of a small model {loss}; measure the loss of your model"
+            f"another model than dense attention: a query sees {pairs} of its pairs on average; "
+            f"the held-out loss of a small model {loss}; measure the loss of your model"
         )
     if worse := [one.variant for one in fitting if one not in no_worse]:
         reasons.append(
-            "not chosen, since their measured loss is above the loss with dense attention: "
+            "not chosen, since their measured loss is above that of dense attention: "
             f"{', '.join(worse)}"
         )
     if large := [one.variant for one in found if not one.fits]:

@@ -236,7 +236,7 @@ def _adapted(model: nn.Module, path: str, rank: int) -> nn.Module:
     peft = require_peft(f"lora_rank={rank}")
     if not hasattr(model, "config"):
         raise ValueError(
-            f"lora_rank={rank} with model={path!r}: only models of transformers support adapters; "
+            f"lora_rank={rank} with model={path!r}: adapters are for models of transformers; "
             "leave lora_rank out"
         )
     with quiet_peft():

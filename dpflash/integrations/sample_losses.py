@@ -68,8 +68,7 @@ def sample_loss(model: nn.Module) -> SampleLoss:
             if any(type(base).__name__ in ((c,) if isinstance(c, str) else c) for c in classes):
                 return loss
     raise ValueError(
-        f"model={type(base).__name__}: the per-sample loss of this class is not known; "
-        f"{_PASS_YOUR_OWN}"
+        f"model={type(base).__name__}: its loss is not known for single samples; {_PASS_YOUR_OWN}"
     )
 
 

@@ -177,8 +177,8 @@ class RunKeys(Uncopied):
         """
         if self.seed is None and state["seed"] is not None:
             warn(
-                f"the checkpoint's run has seed={state['seed']!r}, which this engine uses now: "
-                "whoever knows it can subtract the noise, so results are not for release",
+                f"the checkpoint's run has seed={state['seed']!r}, and this engine has it now: "
+                "whoever knows the seed can subtract the noise, so results are not for release",
             )
         self._loaded = place_of(state)
         self.run, self.seed = state["run"], state["seed"]

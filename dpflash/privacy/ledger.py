@@ -275,9 +275,9 @@ class Ledger:
             if self.lines or self._tail.unfinished:
                 raise ValueError(
                     f"ledger {self.path}: its guard {where} is missing, so it is unknown whether "
-                    "lines were removed. Copy the guard too from where the ledger came from. A "
-                    "copy of the ledger without its guard can be verified by dpflash ledger "
-                    f"verify --head or --public-key. {repair}"
+                    "lines were removed. Copy it too from where the ledger came from. A copy of "
+                    "the ledger without its guard can be verified by dpflash ledger verify "
+                    f"--head or --public-key. {repair}"
                 )
             return
         if not guard and len(self.lines) > 1:

@@ -191,8 +191,8 @@ class ByteDocuments(Sequence[bytes]):
         if not train or (held_out and not kept):
             noun = noun_of(self.unit)
             raise PrivateRefusal(
-                f"eval_fraction={held_out:g}: no {noun} was held out for evaluation, or none is "
-                "left for training, as can happen with few units: each is held out with this "
+                f"eval_fraction={held_out:g}: it held out no {noun} for evaluation, or left none "
+                "for training, as can happen with few units: each is held out with this "
                 "probability, by its name or text. Pass eval_fraction=0 to train without an "
                 "evaluation, eval_data with other documents, or another eval_fraction",
                 training=train.num_units,

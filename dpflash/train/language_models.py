@@ -299,8 +299,8 @@ def _as_arrays(tokenizer: Any, rows: Iterable[list[int]], vocabulary: int) -> li
         ids = np.array(row, dtype=np.int32)
         if len(ids) and ids.max() >= vocabulary:
             raise PrivateRefusal(
-                f"tokenizer={tokenizer.name_or_path!r}: it makes a token that is not among the "
-                f"model's {vocabulary} tokens; pass the folder of the model's own tokenizer",
+                f"tokenizer={tokenizer.name_or_path!r}: it makes a token that the model, which "
+                f"knows {vocabulary}, does not; pass the folder of the model's own tokenizer",
                 token=int(ids.max()),
             ) from None
         documents.append(ids)
