@@ -292,8 +292,8 @@ def _of_device(runs: Iterable[_Row], device: str) -> list[_Row]:
     if not found:
         others = sorted({str(run["environment"].get("device")) for run in ordered})
         raise ValueError(
-            f"device={device!r}: nothing was measured on {name}; {_MEASURE}, or pass the name of "
-            f"another measured device: {', '.join(map(repr, others)) or 'there is none'}"
+            f"device={device!r}: nothing was measured on {name}; {_MEASURE}, or for the figures "
+            f"of another device pass its name: {', '.join(map(repr, others)) or 'there is none'}"
         )
     return found
 
