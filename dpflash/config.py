@@ -339,7 +339,7 @@ class PrivacyConfig:
         if (self.unit_of is None) != (self.examples_per_unit is None):
             missing = "unit_of" if self.unit_of is None else "examples_per_unit"
             raise ValueError(
-                f"{missing}=None: unit_of needs examples_per_unit, and vice versa; pass both"
+                f"{missing}=None: unit_of and examples_per_unit need each other; pass both"
             )
         if self.unit_of is None:
             if self.unit_sampling != "unit":

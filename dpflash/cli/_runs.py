@@ -246,8 +246,8 @@ def sample_rate_of(args: argparse.Namespace) -> float | None:
         PoissonGaussian(noise_multiplier=1.0, sample_rate=rate)
         if batch_size is not None:
             raise ValueError(
-                f"sample_rate={rate!r}, batch_size={batch_size!r}: expected only one of the two; "
-                "drop --sample-rate or --batch-size"
+                f"sample_rate={rate!r}, batch_size={batch_size!r}: expected one of the two; drop "
+                "--sample-rate or --batch-size"
             )
     is_counted = args.sampler in (FIXED_SIZE, TRUNCATED_POISSON, ALLOCATION)
     if args.sampler == TRUNCATED_POISSON and args.max_batch_size is None:

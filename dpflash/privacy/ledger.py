@@ -298,7 +298,7 @@ class Ledger:
             ) from error
         if step > self.releases:
             raise ValueError(
-                f"ledger {self.path} ends with step {self.releases}, but its guard {where} with "
+                f"ledger {self.path} ends with step {self.releases}, and its guard {where} with "
                 f"step {step}: the ledger was removed, emptied or truncated, and the privacy "
                 "spent so far is unknown. Restore the ledger from a copy; for other data use "
                 "another path"

@@ -103,7 +103,7 @@ def verify(
             )
         if not 1 <= one.lines < len(own) or own[one.lines] != one.head:
             raise ValueError(
-                f"ledger {path}: signature {number} covers {one.lines} lines with the head "
+                f"ledger {path}: signature {number} is of {one.lines} lines with the head "
                 f"{one.head}, which the ledger does not have: lines were changed, or cut from its "
                 "end, or the signature belongs to another ledger"
             )
