@@ -47,8 +47,8 @@ __all__ = [
     "sampling",
 ]
 
-# The module that has a name. It is imported when the name is first used, so that commands which
-# need no torch start without it.
+# Public name -> the module that defines it. A module is imported when a name is first used, so
+# that commands that do not need torch start without importing it.
 _MODULES = {
     "Boundary": "attn.boundary",
     "BudgetSpent": "privacy.budget",

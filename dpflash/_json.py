@@ -7,7 +7,7 @@ from typing import Any
 
 
 def finite(value: Any) -> Any:
-    """The value with None in place of NaN and infinities, which JSON does not support."""
+    """Return the value with None for NaN and infinities, which JSON does not support."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

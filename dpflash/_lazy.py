@@ -9,11 +9,11 @@ from typing import Any
 
 
 def lazy(package: str, modules: Mapping[str, str] | None = None) -> Callable[[str], Any]:
-    """A `__getattr__` that finds the names of a package, and its modules.
+    """Return a package's `__getattr__`, which imports the package's names and modules.
 
     Args:
-        package: its `__name__`.
-        modules: name -> the module of the package that defines it.
+        package: the package's `__name__`.
+        modules: name -> the module of the package that defines the name.
     """
     modules = modules or {}
 

@@ -16,12 +16,12 @@ _T = TypeVar("_T")
 
 _LEAST_BOUND, _MOST_BOUND = 1e-30, 1e30
 _LEAST_NOISE = 2.0**-30
-# Times a bound of less than 2^31 grid steps: `dpflash.kernels.noise.MAX_SCALE`.
+# Times a bound of less than 2^31 grid steps this is `dpflash.kernels.noise.MAX_SCALE`.
 _MOST_NOISE = 2.0**14
 
 
 def _real(name: str, value: object) -> float:
-    """The value as a float. Refuses booleans, NaN and values that are not numbers."""
+    """Return the value as a float. Refuse booleans, NaN and values that are not numbers."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(
             f"{name}={value!r}: expected a number, got {type(value).__name__}; "
@@ -37,32 +37,32 @@ def _real(name: str, value: object) -> float:
 
 
 def positive(**values: object) -> None:
-    """Refuses values that are not numbers > 0. Infinity is accepted, see `finite`."""
+    """Refuse values that are not numbers > 0. Infinity is accepted, see `finite`."""
     for name, value in values.items():
         if _real(name, value) <= 0:
             raise ValueError(f"{name}={value!r}: expected a number > 0; pass a greater one")
 
 
 def non_negative(**values: object) -> None:
-    """Refuses values that are not numbers >= 0. Infinity is accepted, see `finite`."""
+    """Refuse values that are not numbers >= 0. Infinity is accepted, see `finite`."""
     for name, value in values.items():
         if _real(name, value) < 0:
             raise ValueError(f"{name}={value!r}: expected a number >= 0; pass 0 or a greater one")
 
 
 def finite(**values: object) -> None:
-    """Refuses values that are not finite numbers."""
+    """Refuse values that are not finite numbers."""
     for name, value in values.items():
         if math.isinf(_real(name, value)):
-            raise ValueError(f"{name}={value!r}: expected a finite number; pass a bounded one")
+            raise ValueError(f"{name}={value!r}: expected a finite number; pass one")
 
 
 def noise_fits(*, max_grad_norm: float, noise_multiplier: float) -> None:
-    """Refuses a bound and noise that float32 sums cannot hold. Without noise any bound fits.
+    """Refuse a bound and noise that float32 sums cannot hold. Without noise any bound is accepted.
 
     Sums of 10^8 samples and noise of 300 standard deviations stay below float32's 3.4e38. The step
-    of the grid of clipped gradients, 2^-30 of the bound, stays above float32's least number, and
-    noise is not less than that.
+    of the grid of clipped gradients, 2^-30 of the bound, stays above float32's smallest number,
+    and the noise is at least one such step.
     """
     positive(max_grad_norm=max_grad_norm)
     non_negative(noise_multiplier=noise_multiplier)
@@ -71,24 +71,24 @@ def noise_fits(*, max_grad_norm: float, noise_multiplier: float) -> None:
         return
     if noise_multiplier >= _MOST_NOISE:
         raise ValueError(
-            f"noise_multiplier={noise_multiplier!r}: expected less than {_MOST_NOISE:g}, up to "
-            "which noise is exact in float64; pass less"
+            f"noise_multiplier={noise_multiplier!r}: expected less than {_MOST_NOISE:g}, since "
+            "larger noise would not be exact in float64; pass less"
         )
     if not _LEAST_BOUND <= float(max_grad_norm) <= _MOST_BOUND:
         raise ValueError(
             f"max_grad_norm={max_grad_norm!r} with noise: expected a number between "
-            f"{_LEAST_BOUND:g} and {_MOST_BOUND:g}, whose sums float32 holds; scale the losses "
-            "and the bound alike, or pass noise_multiplier=0 for any bound, inf included"
+            f"{_LEAST_BOUND:g} and {_MOST_BOUND:g}, so that sums fit into float32; scale the "
+            "losses and the bound alike, or pass noise_multiplier=0 for any bound, inf included"
         )
     if noise_multiplier < _LEAST_NOISE:
         raise ValueError(
             f"noise_multiplier={noise_multiplier!r}: expected 0 or at least {_LEAST_NOISE:.3g}; "
-            "less would be rounded away, so pass 0 for no noise, or more"
+            "smaller noise would be rounded to 0, so pass 0 for no noise, or a larger number"
         )
 
 
 def probability(**values: object) -> None:
-    """Refuses values that are not numbers in the open interval (0, 1)."""
+    """Refuse values that are not numbers in the open interval (0, 1)."""
     for name, value in values.items():
         if not 0 < _real(name, value) < 1:
             raise ValueError(
@@ -97,7 +97,7 @@ def probability(**values: object) -> None:
 
 
 def positive_int(**values: object) -> None:
-    """Refuses values that are not integers from 1 to 2^63 - 1."""
+    """Refuse values that are not integers from 1 to 2^63 - 1."""
     for name, value in values.items():
         if isinstance(value, Integral) and not value < 1 << 63:
             raise ValueError(f"{name}: expected an integer below 2^63; pass a smaller one")
@@ -108,18 +108,18 @@ def positive_int(**values: object) -> None:
 
 
 def words(**values: object) -> None:
-    """Refuses values that are not printable text in one line, without spaces around it."""
+    """Refuse values that are not one line of printable text without spaces around it."""
     for name, value in values.items():
         is_text = isinstance(value, str) and value.isprintable() and value.strip() == value != ""
         if not is_text:
             raise ValueError(
-                f"{name}={value!r}: expected a word, or several in one line; pass text that "
-                "prints, without spaces around it"
+                f"{name}={value!r}: expected a word, or several in one line; pass printable text "
+                "without spaces around it"
             )
 
 
 def bytes_of(**values: object) -> int:
-    """The bytes of one value: a number, or text with a unit such as "80GB" or "512 MiB"."""
+    """Return one value in bytes. It is a number, or text with a unit, "80GB" or "512 MiB"."""
     ((name, value),) = values.items()
     if isinstance(value, str):
         found = re.fullmatch(r"\s*([0-9.]+)\s*(?:([kmgt])(i?)b?|b)?\s*", value, re.IGNORECASE)
@@ -127,7 +127,7 @@ def bytes_of(**values: object) -> int:
             number = float(found.group(1)) if found else math.nan
         except ValueError:
             number = math.nan
-        # "80" is not meant as 80 bytes.
+        # "80" without a unit is hardly meant as 80 bytes, so it is refused.
         if found is None or not number > (0 if found.group(2) else 2**10):
             raise ValueError(
                 f"{name}={value!r}: expected bytes; pass a number, or a number and a unit such as "
@@ -141,9 +141,9 @@ def bytes_of(**values: object) -> int:
 
 
 def one_of(**choices: tuple[object, Collection[object]]) -> None:
-    """Refuses a value that is not one of the allowed: ``one_of(clipping=(value, ("flat",)))``."""
+    """Refuse a value that is not an allowed one: ``one_of(clipping=(value, ("flat",)))``."""
     for name, (value, allowed) in choices.items():
-        # Arrays and tensors compare element by element.
+        # isinstance first, since `==` of arrays and tensors compares element by element.
         if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):
             listed = ", ".join(repr(choice) for choice in allowed)
             raise ValueError(f"{name}={value!r}: expected one of {listed}; pass one of these")
@@ -155,12 +155,12 @@ def optional(check: Callable[..., None], **values: object) -> None:
 
 
 def counted(number: int, thing: str) -> str:
-    """A number with its noun, such as "1 document" and "2 documents"."""
+    """Return a number with its noun, such as "1 document" or "2 documents"."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """The known names that are most like an unknown one, as a question."""
+    """Return a question with the known names that are most similar to an unknown name."""
     close = difflib.get_close_matches(name, known, n=2) or difflib.get_close_matches(
         name, known, n=3, cutoff=0.0
     )
@@ -168,7 +168,7 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 
 def naming_unknown_fields(kind: type[_T]) -> type[_T]:
-    """Have a dataclass refuse an unknown keyword by naming the fields that are most like it."""
+    """Class decorator: a dataclass refuses an unknown keyword and names similar fields."""
     init: Any = kind.__init__
     known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
 
@@ -183,12 +183,12 @@ def naming_unknown_fields(kind: type[_T]) -> type[_T]:
 
 
 def class_name(value: object) -> str:
-    """The full name of an object's class."""
+    """Return the full name of an object's class."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def large_delta(delta: float, size: int, thing: str) -> str | None:
-    """Say what is wrong with a delta for a dataset of this size; None if it is below 1 / size."""
+    """Return an error message if delta is not below 1 / size of the dataset, else None."""
     if delta < 1 / size:
         return None
     return (
@@ -198,6 +198,5 @@ def large_delta(delta: float, size: int, thing: str) -> str | None:
 
 
 def _power_of_ten_below(value: float) -> float:
-    """The greatest power of ten below a positive number."""
     power = float(f"1e{math.floor(math.log10(value))}")
     return power if power < value else float(f"1e{math.floor(math.log10(value)) - 1}")

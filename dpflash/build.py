@@ -1,4 +1,4 @@
-"""Builds a private run: (model, optimizer, data loader, settings) -> PrivateRun, top to bottom."""
+"""Checks the arguments of make_private and builds the PrivateRun from them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ from .verification.uncovered import Uncovered
 
 _log = logging.getLogger(__name__)
 
-# What ranks must pass alike, besides what the sampling plan has.
+# The settings that must be equal on all ranks, besides those of the sampling plan.
 _EQUAL = (
     *("noise_multiplier", "max_grad_norm", "clipping", "clip_function", "loss_reduction"),
     *("budget", "exact", "verify_first_batch", "foreign_batches"),
@@ -85,13 +85,13 @@ _OF_DRAWS = (
     *("dataset_size", "sample_rate", "steps_per_epoch"),
 )
 
-_USUAL_DELTA = 1e-5  # where none is known
-# Whose grid has steps of 1e-5: without noise, gradients of that size are lost.
+_USUAL_DELTA = 1e-5  # assumed if no delta is known
+# The grid of this bound has steps of 1e-5, so without noise smaller gradients are lost.
 _COARSE_BOUND = 1e4
 
 
 class Given(NamedTuple):
-    """The plain objects that make_private got."""
+    """The objects that were passed to make_private."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -99,13 +99,13 @@ class Given(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """What the checks found out; nothing is changed yet."""
+    """Results of the checks, which change nothing."""
 
     layers: list[Layer]
     trained: list[nn.Parameter]
     groups: list[Group]
     loader: PrivateDataLoader
-    entries: list[str]  # digests of some entries of the dataset, where there are several ranks
+    entries: list[str]  # digests of some entries of the dataset, if there are several ranks
     planned_batch_size: int  # samples of a microbatch, for the planner's costs
     optimization: Optimization
 
@@ -125,13 +125,13 @@ def build(
 
     Args:
         given, settings: the arguments of make_private.
-        plan: how logical batches are drawn, where it is known already.
+        plan: the sampling plan; None to make it here.
         keys, spending, ranks: of the engine.
         as_folder: whether checkpoints are folders.
-        delta: that of epsilon where there is no budget.
+        delta: delta at which epsilon is reported if there is no budget.
 
     Raises:
-        ValueError: naming the argument; nothing is changed then.
+        ValueError: names the argument; nothing has been changed.
     """
     module, _, data_loader = given
     optimizers = listed(given.optimizer)
@@ -141,17 +141,18 @@ def build(
         releases = take_over(module)
         if releases and spending.is_empty:
             warn(
-                "another PrivacyEngine trained this model, and the epsilon of this one does "
-                "not count its releases. Where both train on the same people's data, use one "
-                "engine, or pass PrivacyEngine(ledger=...) to all of them, or "
+                "another PrivacyEngine trained this model, and the epsilon of this engine does "
+                "not count its releases. If both train on data of the same people, use one "
+                "engine, or pass the same PrivacyEngine(ledger=...) to both, or "
                 "accountant=earlier.accountant",
             )
         found = _check(given, settings, plan, keys, ranks)
         if _is_trained_on(data_loader.dataset, spending) and not releases:
             warn(
                 "another PrivacyEngine trained on this dataset, and each engine's epsilon counts "
-                "its own releases alone: for people in both they add up. Use one engine, or pass "
-                "PrivacyEngine(ledger=...) to all of them, or accountant=earlier.accountant",
+                "only its own releases, but for people in both data sets they add up. Use one "
+                "engine, or pass PrivacyEngine(ledger=...) to all of them, or "
+                "accountant=earlier.accountant",
             )
         return found
 
@@ -216,7 +217,7 @@ def build(
         )
         trial = Trial(sandbox, schedule)
         declared = privacy.loss_reduction
-        # Ranks of a context have their own tokens' losses and gradients, which move elsewhere.
+        # Context ranks are left out: each has its own tokens' losses and gradients.
         if (plan.packing is None and declared is None) or ranks.context is None:
             place_trial = PlaceTrial(
                 sandbox,
@@ -274,15 +275,16 @@ def build(
     )
 
 
-# Of the engines that made loaders of a dataset: those that released something, and the last. Each
-# with the entries that it draws from, None for all.
+# id of a dataset -> a reference to it, and the spendings of engines that made loaders of it: those
+# with releases, and the last one. The set holds the entries that the loader draws from, or None
+# for all entries.
 _spendings: dict[int, tuple[ref[Any], list[tuple[Spending, set[Any] | None]]]] = {}
 
 
 def _is_trained_on(dataset: Any, spending: Spending) -> bool:
-    """Whether another engine has released this model before, and this one has not released yet.
+    """Whether another engine has released after training on this dataset, but not yet this one.
 
-    Parts of one dataset are the same where they have an entry in common.
+    Two subsets of a dataset count as the same dataset if they have an entry in common.
     """
     origin, entries = _origin(dataset)
     key = id(origin)
@@ -302,7 +304,7 @@ def _is_trained_on(dataset: Any, spending: Spending) -> bool:
 
 
 def _origin(dataset: Any) -> tuple[Any, set[Any] | None]:
-    """What a dataset takes its entries from, and which; None for all."""
+    """Return the object that holds a dataset's entries, and their indices, or None for all."""
     entries: Sequence[Any] | None = None
     while isinstance(dataset, Subset):
         own = dataset.indices
@@ -312,7 +314,7 @@ def _origin(dataset: Any) -> tuple[Any, set[Any] | None]:
         dataset = dataset.tensors[0]
     try:
         return dataset, None if entries is None else set(np.asarray(entries).tolist())
-    except (TypeError, ValueError):  # of several numbers each
+    except (TypeError, ValueError):  # an index is several numbers
         return dataset, None
 
 
@@ -322,7 +324,6 @@ def _devices_of(module: nn.Module) -> frozenset[torch.device]:
 
 
 def _check_devices(module: nn.Module) -> None:
-    """Refuse a model with parameters on a device that has no kernels."""
     for device in sorted(_devices_of(module), key=str):
         problem = problem_with(device)
         if problem is not None:
@@ -348,7 +349,7 @@ def _check(
         physical_batch_size=performance.physical_batch_size,
         rank_part=(ranks.data_rank, ranks.data_size),
         public_length=privacy.public_length,
-        # Ranks refuse them together, in the step.
+        # With several ranks the step refuses foreign batches, on all ranks together.
         foreign_batches=privacy.foreign_batches or ranks.everyone is not None,
         devices=_devices_of(module),
     )
@@ -392,10 +393,10 @@ def _check(
 
 
 def sampling_plan(data_loader: DataLoader, privacy: PrivacyConfig) -> SamplingPlan:
-    """How logical batches are drawn. A function unit_of reads the whole dataset.
+    """Return the sampling plan. If unit_of is a function, call it for every entry.
 
     Raises:
-        ValueError: the loader cannot be replaced, or unit_of does not fit the dataset.
+        ValueError: the loader cannot be replaced, or unit_of does not match the dataset.
         PrivateRefusal: the dataset is larger than max_dataset_size, or most entries have no unit.
     """
     groups = None
@@ -415,9 +416,9 @@ def sampling_plan(data_loader: DataLoader, privacy: PrivacyConfig) -> SamplingPl
 
 
 def memory_of_states(given: Given, performance: PerformanceConfig) -> tuple[int, int]:
-    """How many parameters are trained, and the bytes that states of their noise may take."""
+    """Return the number of trained parameters, and the bytes for the states of banded noise."""
     if not isinstance(given.module, nn.Module):
-        return 1, 1  # is refused later
+        return 1, 1  # refused later
     trained = trained_parameters(given.module, listed(given.optimizer))
     memory = performance.memory_budget or default_memory_budget(trained[0].device)
     return sum(parameter.numel() for parameter in trained), memory
@@ -434,10 +435,10 @@ def calibrated(
     delta: float,
     state_memory: tuple[int, int] | None = None,
 ) -> tuple[SamplingPlan, int, float]:
-    """The plan, its steps, and the noise multiplier that spends (epsilon, delta) on them.
+    """Return the plan, its steps, and the noise multiplier that spends (epsilon, delta) on them.
 
-    The noise is that of the first rank. With `memory_of_states` the plan gets the bands of the
-    least error.
+    All ranks use the first rank's noise multiplier. If `state_memory` (see `memory_of_states`) is
+    given, the plan gets the number of bands with the least error.
     """
     if steps is None:
         assert epochs is not None
@@ -446,14 +447,14 @@ def calibrated(
     positive_int(steps=steps)
     if delta >= 1 / plan.dataset_size:
         warn(
-            f"target_delta={delta!r} is not below 1 / {plan.dataset_size} entries of "
-            "the data: releasing one of them outright would be allowed; choose it well below",
+            f"target_delta={delta!r} is not below 1 / {plan.dataset_size} entries of the data: it "
+            "would permit publishing one entry as it is; choose target_delta well below",
         )
     if not spending.is_empty:
         warn(
-            "the accountant has spent privacy already; target_epsilon covers the coming "
-            "epochs alone, get_epsilon the sum. If you call load_checkpoint next, that run "
-            "goes on with its own noise multiplier",
+            "the accountant has spent privacy already; target_epsilon covers the coming epochs "
+            "alone, but get_epsilon returns the sum. If you call load_checkpoint next, the run "
+            "continues with the checkpoint's noise multiplier",
         )
     if state_memory is not None:
         plan = _with_bands(plan, spending, ranks, steps, epsilon, delta, state_memory)
@@ -472,9 +473,9 @@ def _with_bands(
     delta: float,
     state_memory: tuple[int, int],
 ) -> SamplingPlan:
-    """The plan with the bands of the least error: Poisson draws for one, else cyclic ones."""
+    """The plan with the least error: unchanged for one band, else cyclic draws with the bands."""
     parameters, memory = state_memory
-    # A size that sample_rate gives is rounded, and a part must not be smaller than a batch.
+    # The size from sample_rate is rounded; a part of it must not be smaller than a batch.
     size = math.floor(plan.batch_size / plan.sample_rate * (1 + 1e-9))
     found = compare_bands(
         num_samples=size,
@@ -514,10 +515,10 @@ def _agree(
     keys: RunKeys,
     ranks: Ranks,
 ) -> None:
-    """Raise where the ranks passed different arguments, datasets or units.
+    """Raise if the ranks passed different arguments, datasets or units.
 
     Raises:
-        PrivateRefusal: numbers of entries differ that are not public, or units.
+        PrivateRefusal: the private numbers of entries, or the units, differ.
     """
     plan = loader.plan
     scheme = {name: value for name, value in plan.scheme.items() if name != ENTRIES_OF_UNITS}
@@ -531,16 +532,16 @@ def _agree(
             "sampling": scheme,
             "parameters": parameters,
             "the code": source_digest() if ranks.everyone is not None else None,
-            "the engine's run": keys.run,  # detach changes it, without the other ranks
+            "the engine's run": keys.run,  # a detach on one rank alone changes it
         },
     )
-    # A digest of who owns which entry can be guessed.
+    # A digest of the units could be guessed, so a refusal must not contain it.
     entries = (len(loader.dataset), plan.grouping)  # type: ignore[arg-type]
     found = ranks.gather(entries, "make_private")
     if len(set(found)) > 1:
         raise PrivateRefusal(
             "make_private: data_loader.dataset has other entries, or unit_of gives them other "
-            "units, on another rank; pass the same dataset and units on all of them (hash() of "
+            "units, on another rank; pass the same dataset and units on all ranks (hash() of "
             "texts and the order of a set differ between processes)",
             entries=found,
         ) from None
@@ -550,8 +551,8 @@ def _warn_of_sizes(data_loader: DataLoader, plan: SamplingPlan, delta: float | N
     asked_for, entries, most = data_loader.batch_size, plan.dataset_size, plan.max_batch_size
     if asked_for is not None and not plan.has_public_size and asked_for > entries:
         warn(
-            f"data_loader.batch_size={asked_for} above the {entries} privacy units of the "
-            "data: each draw takes all of them, without amplification by sampling. Pass a "
+            f"data_loader.batch_size={asked_for} is above the {entries} privacy units of the "
+            "data: each draw takes every unit, without amplification by sampling. Pass a "
             "smaller batch_size",
         )
     cut = plan.event(1.0).failure() * plan.steps_per_epoch
@@ -584,7 +585,7 @@ def _backward(
     if privacy.verify_first_batch:
         allow_second_backwards()
     only_instantiate = performance.optimize == "none" or privacy.exact is True
-    # Both of its backwards have to give the same gradients.
+    # "ghost" runs two backwards, which must compute the same gradients.
     repeats = performance.attention_backend != FAST
     memory = performance.memory_budget or default_memory_budget(device)
     planner = Planner(
@@ -613,7 +614,7 @@ def _backward(
 
 
 def _check_foreign(unit: str, ranks: Ranks) -> None:
-    """Refuse batches that are not of the loader where nothing bounds a unit's part of them."""
+    """Refuse foreign_batches if a unit could be in several rows of such a batch."""
     if has_several_rows(unit):
         raise ValueError(
             "foreign_batches=True with unit_of or Pairs: a unit may be in several rows of a batch "
@@ -621,21 +622,20 @@ def _check_foreign(unit: str, ranks: Ranks) -> None:
         )
     if ranks.everyone is not None:
         raise ValueError(
-            "foreign_batches=True with a mesh: ranks may hold the same samples, or different "
-            "ones in one row, and nothing bounds that; leave it out"
+            "foreign_batches=True with a mesh: one sample could be on several ranks, or one row "
+            "could hold several samples, and nothing bounds their effect; leave it out"
         )
 
 
 def _check_packed(
     collate: PackTo, privacy: PrivacyConfig, performance: PerformanceConfig, ranks: Ranks
 ) -> None:
-    """Refuse options that do not go with packed documents."""
     packed = "with collate_fn=PackTo(...)"
     if type(collate) is not PackTo:
         raise ValueError(
-            f"data_loader.collate_fn={type(collate).__name__}, a subclass of PackTo: what it puts "
-            "into a batch (targets of its own, say) may be of other documents, and no trial "
-            "changes it. Pass PackTo(...), and compute the rest from the batch in the loop"
+            f"data_loader.collate_fn={type(collate).__name__}, a subclass of PackTo: tensors that "
+            "it adds to a batch (such as targets) may mix documents, and no trial tests them. "
+            "Pass PackTo(...), and compute these tensors from the batch in the loop"
         )
     if privacy.sampling == "shuffled":
         raise ValueError(
@@ -644,8 +644,8 @@ def _check_packed(
         )
     if privacy.loss_reduction is not None:
         raise ValueError(
-            f"loss_reduction={privacy.loss_reduction!r} {packed}, where documents have "
-            "losses of their own; pass those of dpflash.losses with sample_index= to backward"
+            f"loss_reduction={privacy.loss_reduction!r} {packed}, where each document has a loss; "
+            "leave it out, and pass dpflash.losses with sample_index= to engine.backward"
         )
     if performance.physical_batch_size is not None:
         raise ValueError(
@@ -654,56 +654,54 @@ def _check_packed(
         )
     if ranks.context is not None and privacy.exact is True:
         raise ValueError(
-            f"exact=True {packed} on a mesh with a context dimension, whose ranks cut documents "
-            "where they are packed, so that bits depend on the place; leave exact='auto'"
+            f"exact=True {packed} on a mesh with a context dimension: where ranks cut a document, "
+            "and so its rounding, depends on its place in the batch; leave exact='auto'"
         )
 
 
 def _check_pairs(privacy: PrivacyConfig, ranks: Ranks) -> None:
-    """Refuse options that do not go with pairs of rows."""
     pairs = "with collate_fn=Pairs(...)"
     if privacy.sampling == "shuffled":
         raise ValueError(
-            f"sampling='shuffled' (poisson_sampling=False) {pairs}: rows of its batches would be "
-            "clipped each by itself; use sampling='poisson' or 'fixed_size'"
+            f"sampling='shuffled' (poisson_sampling=False) {pairs}: each row would be clipped by "
+            "itself, not each pair; use sampling='poisson' or 'fixed_size'"
         )
     if privacy.loss_reduction is not None:
         raise ValueError(
-            f"loss_reduction={privacy.loss_reduction!r} {pairs}: a scalar is no loss of pairs; "
-            "pass engine.backward one loss for each pair"
+            f"loss_reduction={privacy.loss_reduction!r} {pairs}: a scalar cannot be split into "
+            "pairs; leave it out, and pass engine.backward one loss for each pair"
         )
     if privacy.unit_of is not None and privacy.unit_sampling == "unit":
         raise ValueError(
-            f"unit_of {pairs}: pairs of one user are not clipped as one; pass "
-            "unit_sampling='example', which clips each pair and counts those of a user"
+            f"unit_of {pairs}: the pairs of one user cannot be clipped as one; pass "
+            "unit_sampling='example', which clips each pair and accounts for a user's pairs"
         )
     if ranks.context is not None:
         raise ValueError(
-            f"a mesh with a context dimension {pairs}: the rows of a pair would cross ranks, "
-            "which is not supported; use a data dimension alone"
+            f"a mesh with a context dimension {pairs}: pairs whose rows are on several ranks are "
+            "not supported; use a data dimension alone"
         )
 
 
 def _check_exact_packing(collate: PackTo, module: nn.Module) -> None:
-    """Refuse exact=True where a document's bits depend on where it is packed."""
+    """Refuse exact=True if a document's rounding depends on where it is packed."""
     if collate.align % EXACT_ALIGN:
         raise ValueError(
-            f"exact=True with PackTo(align={collate.align}), where kernels tile a document by its "
-            f"place in the batch; pass align={EXACT_ALIGN}, or leave exact='auto'"
+            f"exact=True with PackTo(align={collate.align}): a document's rounding would depend "
+            f"on its place in the batch; pass align={EXACT_ALIGN}, or leave exact='auto'"
         )
     threads = torch.get_num_threads()
     on_cpu = any(p.device.type == "cpu" for p in module.parameters())
     if on_cpu and collate.tokens % (EXACT_ALIGN * math.lcm(*range(1, threads + 1))):
         raise ValueError(
-            f"exact=True with PackTo(tokens={collate.tokens}) on {threads} CPU threads, among "
-            "which torch cuts tensors inside of documents and rounds differently at the cuts; "
+            f"exact=True with PackTo(tokens={collate.tokens}) on {threads} CPU threads: torch "
+            "divides tensors among threads within documents, and rounds differently there; "
             "call torch.set_num_threads(2), make tokens a multiple of "
             f"{EXACT_ALIGN * math.lcm(*range(1, threads + 1))}, or leave exact='auto'"
         )
 
 
 def _check_joint(privacy: PrivacyConfig, mode: str, ranks: Ranks) -> None:
-    """Refuse options that do not work with several ranks."""
     if ranks.everyone is not None and privacy.sampling == "shuffled":
         raise ValueError(
             "sampling='shuffled' (poisson_sampling=False) with a mesh: the loader of each "
@@ -711,8 +709,8 @@ def _check_joint(privacy: PrivacyConfig, mode: str, ranks: Ranks) -> None:
         )
     if ranks.context is not None and mode == "book_keeping":
         raise ValueError(
-            "grad_sample_mode='book_keeping' with a context dimension: norms need the sum "
-            "over a sample's shards, so gradients are made; use 'auto', 'instantiate' or "
+            "grad_sample_mode='book_keeping' with a context dimension: norms need the sum over a "
+            "sample's shards, so per-sample gradients must exist; use 'auto', 'instantiate' or "
             "'ghost'"
         )
     draws_units = privacy.unit_of is not None and privacy.unit_sampling == "unit"

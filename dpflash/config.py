@@ -1,7 +1,7 @@
 """PrivacyConfig and PerformanceConfig: the checked arguments of `make_private`.
 
-`make_private` takes them as `privacy=` and `performance=`, or takes their fields as keywords: here
-alone these stand, with their defaults. Checked together they are `Settings`.
+`make_private` takes them as `privacy=` and `performance=`, or takes their fields as keywords. Only
+this file defines the fields and their defaults. Both, checked together, make `Settings`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .sampling import SAMPLINGS
 from .sampling.plan import ALLOCATION, INDEPENDENT
 from .step.block import refuse_large
 
-AUTO = "auto"  # noise_mechanism: as many bands as have the least error
+AUTO = "auto"  # noise_mechanism: the number of bands with the least error
 CLIPPINGS = ("flat", "per_layer")
 CLIP_FUNCTIONS = ("hard", "automatic")
 
-# By the bands of the noise: None for independent noise, 2 for two or more.
+# Keys: number of bands of the noise; None for independent noise, 2 for two or more bands.
 _SAMPLINGS_OF_BANDS = {
     None: ("poisson", "fixed_size", "shuffled", ALLOCATION),
     1: INDEPENDENT,
@@ -47,13 +47,13 @@ _SAMPLINGS_OF_BANDS = {
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-# Default of a keyword that belongs to one of the two configurations.
+# Default of a keyword that is a field of one of the two configurations.
 UNSET: Any = type("UNSET", (), {"__repr__": lambda self: "UNSET"})()
 
-# Fields that only `make_private_with_epsilon` and trainers use, which know the number of steps.
+# Fields that only `make_private_with_epsilon` and trainers use, since these know the steps.
 TARGETS = ("target_epsilon", "target_delta")
 
-# Opacus' names of grad_sample_mode, and earlier ones.
+# Opacus' and former names of grad_sample_mode -> the present names.
 _SAME_MODE = {"hooks": "instantiate", "functorch": "instantiate", "ew": "instantiate"}
 _SAME_MODE |= {"ghost_fsdp": "ghost"}
 
@@ -64,102 +64,109 @@ class PrivacyConfig:
     """The arguments of `make_private` that determine epsilon and the effect of one sample.
 
     Args:
-        max_grad_norm: L2 bound C of one sample's gradient over all parameters; with noise between
-            1e-30 and 1e30. With per_layer clipping also a list of a bound C_k for
-            each clipping group, in the order of `engine.groups()`, or a dict of them by the
-            groups' names; then C = sqrt(sum C_k^2), which noise is scaled to.
+        max_grad_norm: L2 bound C of one sample's gradient over all parameters; between 1e-30 and
+            1e30 if there is noise. With clipping="per_layer" also a list with a bound C_k for
+            each clipping group, in the order of `engine.groups()`, or a dict from the groups'
+            names to their bounds; then C = sqrt(sum C_k^2), and noise is scaled to C.
         noise_multiplier: noise standard deviation over max_grad_norm; 0 for no noise (and no
             epsilon). None if `make_private_with_epsilon` chooses it.
-        target_epsilon: epsilon at the end of training, which `make_private_with_epsilon` and the
-            trainers of `dpflash.integrations` choose the noise for; in place of noise_multiplier.
+        target_epsilon: epsilon at the end of training, in place of noise_multiplier:
+            `make_private_with_epsilon` and the trainers of `dpflash.integrations` choose the
+            noise for it.
         target_delta: delta of target_epsilon, and of the epsilon that trainers report.
         clipping: "flat" (one norm over all parameters) or "per_layer" (one norm for each module,
-            each with an equal part of C^2). None for the optimization level's own: "flat", or
-            "per_layer" where `optimize` is "aggressive" and no grad_sample_mode is given.
-        clip_function: "hard", c_i = min(1, C / n_i), or "automatic", c_i = C / (n_i + 0.01).
-        sampling: "poisson", "fixed_size" (each batch is batch_size different samples, drawn anew),
-            "shuffled" (the loader's own epochs), "cyclic_poisson" (a secret part of the dataset
-            in turn, of as many as noise_mechanism has bands, and Poisson within) or
-            "random_allocation" (each sample in exactly one draw of each epoch, at random and in
-            secret). Epsilon is that of the sampler: a shuffled epoch costs one Gaussian step, an
-            upper bound without amplification; a round of cyclic draws costs one Poisson step at
-            as many times the rate; an epoch of random allocation is paid with its first release,
-            and noise_multiplier cannot fall before its end.
+            each with an equal part of C^2). None for the optimization level's default: "flat", or
+            "per_layer" if `optimize` is "aggressive" and no grad_sample_mode is given.
+        clip_function: "hard", c_i = min(1, C / n_i), or "automatic", c_i = C / (n_i + 0.01), for
+            the clipping factor c_i of a sample whose gradient has norm n_i.
+        sampling: the sampler, for which epsilon is computed:
+            "poisson": each sample is drawn independently.
+            "fixed_size": each batch is a new draw of batch_size different samples.
+            "shuffled": the loader's own epochs. An epoch costs one Gaussian step, an upper bound
+            without amplification.
+            "cyclic_poisson": the dataset is divided, in secret, into as many parts as
+            noise_mechanism has bands; each draw is a Poisson sample of the next part. A round of
+            draws costs one Poisson step at (number of bands) times the rate.
+            "random_allocation": each sample is in exactly one draw of each epoch, at random and
+            in secret. An epoch is paid with its first release, and noise_multiplier cannot fall
+            before the epoch ends.
         noise_mechanism: `dpflash.noise.Banded(bands=...)`, with sampling="cyclic_poisson", for
-            noise that is partly taken back in later releases. noise_multiplier and max_grad_norm
-            cannot change during training then. None, or one band, for independent noise. "auto",
-            which `make_private_with_epsilon` takes without sampling, for the number of bands with
-            the least error of the iterates (`dpflash.noise.compare_bands`), of those whose states
-            fit into memory_budget, and the sampling that goes with it.
-        max_batch_size: a Poisson draw of more samples is cut to this many. The cut is accounted
-            for; well above batch_size it costs next to nothing. Where physical_batch_size is at
-            least as large, every draw is one batch of this many rows.
+            noise that later releases partly subtract again; then noise_multiplier and
+            max_grad_norm cannot change during training. None, or one band, for independent noise.
+            "auto", only for `make_private_with_epsilon` without sampling=, chooses the number of
+            bands with the least error of the iterates (`dpflash.noise.compare_bands`) among those
+            whose states fit into memory_budget, and the sampling that these bands need.
+        max_batch_size: a Poisson draw of more samples is cut to this many. Epsilon accounts for
+            the cut; with a value well above batch_size it costs next to nothing. If
+            physical_batch_size is at least max_batch_size, every draw is one batch of
+            max_batch_size rows.
         max_dataset_size: a public number that the number of entries does not exceed, whoever is in
-            the dataset. The chance that max_batch_size cuts a draw is that of so many entries, so
-            it is required there with dataset_size or sample_rate; without max_batch_size it
-            changes nothing. A dataset of more entries is refused before the first draw, which is
-            an output that nothing pays for: pass a number with room to grow.
+            the dataset. The probability that max_batch_size cuts a draw is computed for this many
+            entries, so it is required for max_batch_size with dataset_size or sample_rate;
+            without max_batch_size it has no effect. A dataset with more entries is refused before
+            the first draw. Epsilon does not cover this refusal: pass a number with room to grow.
         dataset_size: a public size of the dataset. Sample rate, steps of an epoch and the divisor
-            come from it alone; the number of entries, which is private, may differ and is never
+            are computed from it alone; the number of entries is private, may differ, and is never
             compared with it. With None the number of entries counts as public, and the relation
             is "zero_out". Poisson sampling and random allocation only.
-        sample_rate: in place of dataset_size, the rate itself, with steps_per_epoch.
+        sample_rate: the sample rate itself, in place of dataset_size, with steps_per_epoch.
             Not with random allocation, whose rate is one over the steps of an epoch.
         steps_per_epoch: logical batches of an epoch, with sample_rate.
-        unit_of: where a privacy unit, such as a user, has several entries of the dataset: the unit
-            of each entry (a list or an array), or a function from an entry to its unit. With
-            unit_sampling "example" an entry may have several (a tuple, list or set of them). None
-            where each entry is a unit. With it dataset_size, batch_size of the loader,
-            max_batch_size and physical_batch_size count units.
-        examples_per_unit: k, the most entries of a unit that a draw uses, at random among its own;
-            with unit_sampling "example" the most that training uses at all.
-        unit_sampling: "unit" draws units, and clips the mean gradient of the entries of each as
-            one. "example" draws entries, which batch_size and the others count then, clips each,
-            and accounts for up to k entries of a unit in one draw (Charles et al.,
-            arXiv:2407.07737). Where entries have several units, two datasets are neighbors if the
-            entries of one unit are replaced by nothing, and who owns which entry is the same in
-            both and public (fixed-graph relation of Ganesh et al., arXiv:2503.03622).
-        unit_name: what unit_of gives, such as "patient". It is public: `engine.privacy_unit` and
-            each line of the ledger have it ("user: patient"), so that the releases of one ledger
-            protect the same units. With a ledger it is required.
-        run_name: what the ledger calls this run, such as "notes, bound 0.5". It is public.
-        data_name: what the ledger calls the dataset, such as "notes of 2026". It is public.
-        public_length: length of all samples, dimension 1 of the batch's tensors. A batch of
-            another shape than the first one is then refused. `dpflash.sampling.PadTo` pads to
+        unit_of: the unit of each entry (a list or an array), or a function from an entry to its
+            unit, if a privacy unit, such as a user, has several entries. With unit_sampling=
+            "example" an entry may belong to several units (a tuple, list or set). None if each
+            entry is a unit. With unit_of, dataset_size, batch_size of the loader, max_batch_size
+            and physical_batch_size count units.
+        examples_per_unit: k, the largest number of entries of a unit that one draw uses, chosen at
+            random; with unit_sampling="example" the largest number that training uses at all.
+        unit_sampling: "unit" draws units, and clips the mean gradient of each unit's entries.
+            "example" draws entries (batch_size and the other sizes then count entries), clips each
+            entry, and accounts for up to k entries of a unit in one draw (Charles et al.,
+            arXiv:2407.07737). If entries belong to several units, two datasets are neighbors if
+            the entries of one unit are replaced by nothing, and the assignment of entries to
+            units is public and the same in both (fixed-graph relation of Ganesh et al.,
+            arXiv:2503.03622).
+        unit_name: name of a unit, such as "patient"; required with a ledger. It is public:
+            `engine.privacy_unit` and each line of the ledger contain it ("user: patient"), so that
+            all releases of one ledger protect the same units.
+        run_name: name of this run in the ledger, such as "notes, bound 0.5". It is public.
+        data_name: name of the dataset in the ledger, such as "notes of 2026". It is public.
+        public_length: length of all samples, dimension 1 of the batch's tensors. A batch whose
+            shape differs from the first batch's is then refused. `dpflash.sampling.PadTo` pads to
             this length and declares it.
-        loss_reduction: "mean" or "sum" where the training loop calls loss.backward() on a scalar
+        loss_reduction: "mean" or "sum" if the training loop calls loss.backward() on a scalar
             that is this reduction over samples; None for engine.backward(losses). "mean" needs
-            full float32: it is refused where parameters, autocast (also that of `optimize`) or
-            float32 products are rounded more. One case is not detected: convolutions that the
-            model calls as functions, on a GPU whose cudnn rounds them (its default; set
+            full float32: it is refused if parameters, autocast (also the autocast of `optimize`)
+            or float32 products have lower precision. One case is not detected: convolutions that
+            the model calls as functions, on a GPU whose cudnn rounds them (the default; set
             torch.backends.cudnn.conv.fp32_precision = "ieee").
-        budget: a limit on the epsilon of all releases, past and future; a step beyond it raises
-            `BudgetSpent` and releases nothing.
+        budget: a limit on the epsilon of all releases, past and future; a step that would exceed
+            it raises `BudgetSpent` and releases nothing.
         exact: "auto" sums clipped gradients exactly, on the grid 2^(floor(log2 max_grad_norm) -
-            30), wherever per-sample gradients exist (grad_sample_mode "instantiate", tiles, layers
-            other than linear and embedding ones), and never changes the mode. True chooses modes
+            30), wherever per-sample gradients exist (grad_sample_mode="instantiate", tiles, layers
+            other than linear and embedding layers), and never changes the mode. True chooses modes
             that are exact for all parameters; False sums in float32 everywhere. Noise is exact in
-            all three. `engine.plan()` and `engine.rounded_sums` show the result.
-        verify_first_batch: try on the first batches, and at times later, that model and loop keep
-            samples apart, see `PrivacyEngine.verified`, which reports the omission with False.
-        example: a public batch of two or more samples (made up, or of another dataset), as the
-            loop gets one. Before the first draw the loader yields it with other contents in half
-            of its samples, in the other half, and as it is. Where losses or gradients of samples
-            change that kept their contents, a ValueError says which, where and by how much;
-            nothing of it is trained on.
-        foreign_batches: take batches that are not of the private loader too. You guarantee for
+            each case. `engine.plan()` and `engine.rounded_sums` show the result.
+        verify_first_batch: test on the first batches, and now and then later, that model and loop
+            keep samples apart, see `PrivacyEngine.verified` (False if these tests are off).
+        example: a public batch of two or more samples (made up, or from another dataset), as the
+            loop gets it. Before the first draw the loader yields it three times: with other
+            contents in half of the samples, in the other half, and unchanged. If a sample with
+            unchanged contents changes its loss or gradient, a ValueError names the sample, the
+            place and the difference. The model does not train on this batch.
+        foreign_batches: accept batches that are not from the private loader too. You guarantee for
             each of them that every row is of one privacy unit and no unit is in two rows (no
             views of a sample, no padding rows, such as those of another private loader), and that
             its rows and their number were chosen without the private data. Each costs a Gaussian
-            step without amplification, and epsilon is for "zero_out" from the first on. With
+            step without amplification, and epsilon is for "zero_out" from the first one on. With
             False a backward on such a batch is refused.
         allow_buffers: names of buffers, parameters and other entries of `state_dict()` that the
-            forward or the loop may change, because you guarantee that the contents are public: a
-            bound on a weight's norm, a count of releases. A count of forwards (num_updates,
-            num_batches_tracked) is private. A change of any other is refused.
+            forward or the loop may change, because you guarantee that their contents are public,
+            such as a bound on a weight's norm or a count of releases. A count of forwards
+            (num_updates, num_batches_tracked) is private. Other entries must not change.
 
     Raises:
-        ValueError: naming the argument, its value and the way out.
+        ValueError: names the argument, its value and what to do.
     """
 
     max_grad_norm: float | Bounds
@@ -192,7 +199,7 @@ class PrivacyConfig:
 
     @property
     def bounds(self) -> Bounds | None:
-        """The bounds of the clipping groups where they were given; None for one number."""
+        """The bounds of the clipping groups; None if max_grad_norm is one number."""
         return None if isinstance(self.max_grad_norm, float) else self.max_grad_norm
 
     @property
@@ -251,12 +258,12 @@ class PrivacyConfig:
         if self.example is not None and not self.verify_first_batch:
             raise ValueError(
                 "example with verify_first_batch=False, which leaves its trial out; pass one of "
-                "them"
+                "the two arguments"
             )
         if self.exact not in ("auto", True, False) or not isinstance(self.exact, bool | str):
             raise ValueError(f"exact={self.exact!r}: expected 'auto', True or False")
         if self.exact is True and math.isinf(self.bound):
-            raise ValueError("exact=True with max_grad_norm=inf, which has no grid; give a bound")
+            raise ValueError("exact=True with max_grad_norm=inf: pass a finite max_grad_norm")
         if self.budget is not None and not isinstance(self.budget, PrivacyBudget):
             raise ValueError(
                 f"budget={self.budget!r}: expected a dpflash.PrivacyBudget(epsilon, delta) or None"
@@ -278,7 +285,6 @@ class PrivacyConfig:
         self._check_units()
 
     def _check_mechanism(self) -> None:
-        """Refuse noise and sampling that do not go together."""
         mechanism, sampling = self.noise_mechanism, self.sampling
         if isinstance(mechanism, str) and mechanism == AUTO:
             self._check_auto()
@@ -291,30 +297,29 @@ class PrivacyConfig:
         bands = None if mechanism is None else min(mechanism.bands, 2)
         if sampling not in _SAMPLINGS_OF_BANDS[bands]:
             way_out = {
-                None: "pass noise_mechanism=dpflash.noise.Banded(bands=4), whose bands are its "
-                "parts, or sampling='poisson'",
+                None: "pass noise_mechanism=dpflash.noise.Banded(bands=4), or sampling='poisson'",
                 1: "pass sampling='poisson'",
                 2: "pass sampling='cyclic_poisson'",
             }[bands]
             raise ValueError(
                 f"sampling={sampling!r} with noise_mechanism={mechanism!r}: no epsilon is known "
-                f"for it; {way_out}"
+                f"for this combination; {way_out}"
             )
         if mechanism is None or mechanism.bands == 1:
             return
         if self.foreign_batches:
             raise ValueError(
-                f"foreign_batches=True with noise_mechanism={mechanism!r}: in which releases a "
-                "sample of such batches is would be unknown; leave it out"
+                f"foreign_batches=True with noise_mechanism={mechanism!r}: the accountant would "
+                "not know in which releases a sample takes part; leave foreign_batches out"
             )
         refuse_large(self.noise_multiplier or 0.0, mechanism.noise_scale())
 
     def _check_auto(self) -> None:
-        """Refuse options that do not work with several bands, which "auto" may choose."""
+        """Refuse options that do not work with several bands, since "auto" may choose several."""
         if self.sampling != "poisson":
             raise ValueError(
-                f"sampling={self.sampling!r} with noise_mechanism='auto', which chooses it with "
-                "the bands; leave sampling out, or pass dpflash.noise.Banded(bands=4)"
+                f"sampling={self.sampling!r} with noise_mechanism='auto', which chooses the "
+                "sampling; leave sampling out, or pass dpflash.noise.Banded(bands=4)"
             )
         refused = {
             "max_batch_size": (self.max_batch_size, None),
@@ -325,7 +330,7 @@ class PrivacyConfig:
             if value != usual:
                 raise ValueError(
                     f"{name}={value!r} with noise_mechanism='auto': no epsilon of banded noise is "
-                    f"known for it; leave {name} out, or noise_mechanism"
+                    f"known in this case; leave {name} or noise_mechanism out"
                 )
 
     def _check_units(self) -> None:
@@ -334,7 +339,7 @@ class PrivacyConfig:
         if (self.unit_of is None) != (self.examples_per_unit is None):
             missing = "unit_of" if self.unit_of is None else "examples_per_unit"
             raise ValueError(
-                f"{missing}=None: unit_of and examples_per_unit come together; pass both"
+                f"{missing}=None: unit_of and examples_per_unit need each other; pass both"
             )
         if self.unit_of is None:
             if self.unit_sampling != "unit":
@@ -344,8 +349,8 @@ class PrivacyConfig:
                 )
             if self.unit_name is not None:
                 raise ValueError(
-                    f"unit_name={self.unit_name!r} without unit_of, whose units it names; pass "
-                    "unit_of and examples_per_unit too, or leave it out"
+                    f"unit_name={self.unit_name!r} without unit_of: pass unit_of and "
+                    "examples_per_unit too, or leave unit_name out"
                 )
             return
         optional(words, unit_name=self.unit_name)
@@ -355,17 +360,18 @@ class PrivacyConfig:
         ):
             raise ValueError(
                 f"sampling={self.sampling!r} with unit_of and unit_sampling="
-                f"{self.unit_sampling!r}: no epsilon is known for it; use sampling='poisson'"
+                f"{self.unit_sampling!r}: no epsilon is known for this combination; use "
+                "sampling='poisson'"
             )
         if self.unit_sampling == "example" and self.max_batch_size is not None:
             raise ValueError(
                 f"max_batch_size={self.max_batch_size} with unit_sampling='example': no epsilon "
-                "is known for draws that are cut; leave it out"
+                "is known for draws that are cut; leave max_batch_size out"
             )
         if self.unit_sampling == "unit" and self.loss_reduction is not None:
             raise ValueError(
-                f"loss_reduction={self.loss_reduction!r} with unit_of: a scalar is no loss of "
-                "units; pass engine.backward the losses of the rows"
+                f"loss_reduction={self.loss_reduction!r} with unit_of: a scalar loss cannot be "
+                "split into units; leave it out, and call engine.backward with one loss per row"
             )
 
     def _check_target(self) -> None:
@@ -381,8 +387,8 @@ class PrivacyConfig:
             )
         if self.target_delta is None:
             raise ValueError(
-                f"target_epsilon={self.target_epsilon!r} without target_delta: pass it too, well "
-                "below 1 / size of the dataset"
+                f"target_epsilon={self.target_epsilon!r} without target_delta: pass target_delta "
+                "too, well below 1 / size of the dataset"
             )
 
     def _check_public_size(self) -> None:
@@ -400,13 +406,13 @@ class PrivacyConfig:
             return
         if self.sampling not in INDEPENDENT:
             raise ValueError(
-                f"{named[0]} with sampling={self.sampling!r}, whose neighboring relation takes "
-                "the size of the dataset for public; leave it out, or use sampling='poisson'"
+                f"{named[0]} with sampling={self.sampling!r}, whose neighboring relation counts "
+                "the size of the dataset as public; leave it out, or use sampling='poisson'"
             )
         if self.sampling == ALLOCATION and self.dataset_size is None:
             raise ValueError(
-                f"{named[0]} with sampling={self.sampling!r}, whose rate is one over the steps of "
-                "an epoch; pass dataset_size, or leave it out"
+                f"{named[0]} with sampling={self.sampling!r}, whose rate is 1 / steps per epoch; "
+                "pass dataset_size instead, or leave it out"
             )
         if (self.sample_rate is None) != (self.steps_per_epoch is None):
             raise ValueError(
@@ -416,7 +422,7 @@ class PrivacyConfig:
             positive_int(dataset_size=self.dataset_size)
             if self.sample_rate is not None:
                 raise ValueError(
-                    f"{', '.join(named)}: the size gives the rate; pass dataset_size, or "
+                    f"{', '.join(named)}: the size gives the rate; pass dataset_size alone, or "
                     "sample_rate with steps_per_epoch"
                 )
         if self.sample_rate is not None:
@@ -438,42 +444,43 @@ class PerformanceConfig:
     """The arguments of `make_private` that determine time and memory, but not epsilon.
 
     Args:
-        grad_sample_mode: how flat clipping gets its norms and sums. "instantiate" keeps each
-            layer's per-sample gradients; "book_keeping" keeps activations and output gradients;
+        grad_sample_mode: how flat clipping computes its norms and sums. "instantiate" stores each
+            layer's per-sample gradients; "book_keeping" stores activations and output gradients;
             "ghost" runs a second backward; with "auto" a planner chooses for each layer. Opacus'
             "hooks", "functorch" and "ew" mean "instantiate", its "ghost_fsdp" means "ghost".
-        physical_batch_size: most rows of a microbatch on one rank. All microbatches have the same
-            public number of rows, `loader.slots`. Without this limit, about 10% of all rows stay
-            empty on average. A draw fills as many microbatches as it needs, and step() releases
-            after the last one.
-        memory_budget: bytes that stored gradients of physical_batch_size samples (None: of the
-            expected batch) may take; by default a quarter of the device's memory.
+        physical_batch_size: largest number of rows of a microbatch on one rank. All microbatches
+            have the same public number of rows, `loader.slots`. A draw fills as many microbatches
+            as it needs, and step() releases after the last one. Without this limit, about 10% of
+            all rows stay empty on average.
+        memory_budget: bytes for the stored gradients of physical_batch_size samples (None: of the
+            expected batch); by default a quarter of the device's memory.
         optimize: "none" (textbook DP-SGD: each layer keeps its per-sample gradients),
-            "conservative" (a planner chooses the mode; nothing changes but rounding), "balanced"
-            (and the model's forward under bfloat16 autocast) or "aggressive" (and per_layer
-            clipping, and torch.compile). `engine.optimization` lists the changes and omissions;
-            none changes epsilon.
-        attention_backend: whose attention kernels run the model's forward, and its backward:
-            "own", "fast" or "auto", see `dpflash.attention_backend`. With "auto" the loop's own
-            ``with dpflash.attention_backend(...)`` counts. exact=True means "own"; with "fast" the
-            planner leaves out "ghost", and grad_sample_mode="ghost" takes "auto" in its place.
+            "conservative" (a planner chooses the mode; results change by rounding alone),
+            "balanced" (also runs the model's forward under bfloat16 autocast) or "aggressive"
+            (also per_layer clipping and torch.compile). `engine.optimization` lists what changes
+            and what was left out; none of the levels changes epsilon.
+        attention_backend: whose attention kernels run the model's forward and backward: "own",
+            "fast" or "auto", see `dpflash.attention_backend`. With "auto" a ``with
+            dpflash.attention_backend(...)`` of the loop has effect. exact=True means "own"; with
+            "fast" the planner does not use "ghost", and grad_sample_mode="ghost" becomes "auto".
         cuda_graph: on a GPU, replay the model's forward and its clipped backward as CUDA graphs,
-            so that a small model no longer waits for Python. Losses, charge, noise and release
-            run as ever, and so does what a graph cannot hold: batches that are proven or tried,
-            dropout, hooks, several calls for a backward, several ranks, and a model whose forward
-            reads or keeps tensors beside its arguments, parameters, buffers and outputs. Batches
-            should have few shapes; the next call overwrites the outputs of a call; and what a
-            forward reads of Python beside numbers in the model's attributes, such as a global, is
-            read at the capture alone. `engine.optimization` says whether calls are captured, or
-            why not. Not yet run on a GPU.
-        fp8: have linear layers, but the last one, multiply in float8 (e4m3), forward and for the
-            gradient of their input. Each token's row has its own scale, so that no sample rounds
-            another; weight gradients are of inputs and output gradients as they are. GPUs of
-            compute capability 8.9 and above multiply so, others and the CPU emulate it, slower.
-            `engine.optimization` says which layers do. Not yet run on a GPU.
+            so that a small model does not wait for Python. Losses, charge, noise and release run
+            without graphs, and so does what a graph cannot hold: trials, dropout, hooks, several
+            calls before a backward, several ranks, and a model whose forward reads or keeps
+            tensors other than its arguments, parameters, buffers and outputs. Use few batch
+            shapes. Each call overwrites the outputs of the call before. Python values that the
+            forward reads, such as a global, are read at the capture only, except numbers in the
+            model's attributes. `engine.optimization` says whether calls are captured, or why not.
+            Not yet run on a GPU.
+        fp8: have all linear layers but the last one multiply in float8 (e4m3), in the forward and
+            for the gradient of the input. Each token's row has its own scale, so that no sample's
+            rounding depends on another. Weight gradients use unquantized inputs and output
+            gradients. GPUs of compute capability 8.9 and above multiply in float8; other GPUs and
+            the CPU emulate it, which is slower. `engine.optimization` names these layers. Not yet
+            run on a GPU.
 
     Raises:
-        ValueError: naming the argument, its value and the way out.
+        ValueError: names the argument, its value and what to do.
     """
 
     grad_sample_mode: str = "auto"
@@ -483,7 +490,7 @@ class PerformanceConfig:
     attention_backend: str = AUTO
     cuda_graph: bool = False
     fp8: bool = False
-    # The mode that was passed, of each object.
+    # The mode that was passed; set for each object in __post_init__.
     asked_mode: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -503,22 +510,22 @@ class PerformanceConfig:
         optional(positive_int, memory_budget=self.memory_budget)
         if self.optimize == "none" and self.grad_sample_mode not in ("auto", "instantiate"):
             raise ValueError(
-                f"grad_sample_mode={self.grad_sample_mode!r} with optimize='none', where each "
-                "layer keeps its per-sample gradients ('instantiate'); leave "
-                "grad_sample_mode='auto', or pass optimize='conservative'"
+                f"grad_sample_mode={self.grad_sample_mode!r} with optimize='none', which needs "
+                "grad_sample_mode='auto' or 'instantiate'; pass one of these, or "
+                "optimize='conservative'"
             )
 
     def _check_fp8(self) -> None:
         if isinstance(self.fp8, str):
             raise ValueError(
-                f"fp8={self.fp8!r}: scales over tokens or over the batch would round a sample by "
-                "the entries of others; pass fp8=True, which has one for each token's row"
+                f"fp8={self.fp8!r}: scales over tokens or over the batch make a sample's rounding "
+                "depend on other samples; pass fp8=True, which has one scale for each token's row"
             )
         one_of(fp8=(self.fp8, (False, True)))
         if self.fp8 and self.cuda_graph:
             raise ValueError(
-                "fp8=True with cuda_graph=True: graphs would read the casts of weights that were "
-                "there at the capture; pass one of them"
+                "fp8=True with cuda_graph=True: graphs would reuse the weights' float8 casts made "
+                "at the capture; pass one of the two"
             )
 
 
@@ -528,12 +535,12 @@ FIELDS = {f.name for kind in (PrivacyConfig, PerformanceConfig) for f in fields(
 
 @dataclass(frozen=True)
 class Settings:
-    """Both configurations of a private model, which fit each other.
+    """Both configurations of a private model, checked together.
 
     Attributes:
-        privacy, performance: as they were passed, with clipping and mode filled in.
+        privacy, performance: the configurations that were passed, with clipping and mode set.
         noise_multiplier, clipping: those of `privacy`.
-        asked_clipping: as it was passed; None for the optimization level's own.
+        asked_clipping: the clipping that was passed; None for the optimization level's default.
     """
 
     privacy: PrivacyConfig
@@ -544,10 +551,10 @@ class Settings:
 
 
 def resolved(privacy: PrivacyConfig, performance: PerformanceConfig) -> Settings:
-    """Check that both configurations fit each other, and fill in clipping.
+    """Return both configurations with clipping set.
 
     Raises:
-        ValueError: naming the arguments.
+        ValueError: names arguments that do not work together.
     """
     mode, clipping = performance.grad_sample_mode, privacy.clipping
     clipping = clipping_for(performance.optimize, clipping, mode)
@@ -573,28 +580,28 @@ def resolved(privacy: PrivacyConfig, performance: PerformanceConfig) -> Settings
     infinite = math.isinf(privacy.bound)
     if privacy.bounds is not None and clipping == "flat":
         raise ValueError(
-            f"max_grad_norm={privacy.max_grad_norm!r} with clipping='flat': bounds of layers "
-            "need clipping='per_layer'; flat clipping takes one number"
+            f"max_grad_norm={privacy.max_grad_norm!r} with clipping='flat', which takes one "
+            "number: bounds of layers need clipping='per_layer'; pass one of the two"
         )
     if privacy.clip_function == "automatic" and infinite:
         raise ValueError(
-            f"clip_function='automatic' with max_grad_norm={privacy.max_grad_norm}: it needs a "
-            "finite bound; pass clip_function='hard' here"
+            f"clip_function='automatic' with max_grad_norm={privacy.max_grad_norm}: automatic "
+            "clipping needs a finite bound; pass one, or clip_function='hard'"
         )
     if clipping != "flat" and mode != "auto":
         raise ValueError(
-            f"grad_sample_mode={performance.asked_mode!r} with clipping={clipping!r}: modes "
+            f"grad_sample_mode={performance.asked_mode!r} with clipping={clipping!r}: the modes "
             "belong to clipping='flat'; leave grad_sample_mode='auto' here"
         )
     if privacy.exact is True and mode not in ("auto", "instantiate"):
         raise ValueError(
-            f"exact=True with grad_sample_mode={mode!r}, which never holds a sample's gradient "
-            "and rounds the sum; leave grad_sample_mode='auto', or exact='auto'"
+            f"exact=True with grad_sample_mode={mode!r}, which stores no per-sample gradients, so "
+            "that the sum is rounded; leave grad_sample_mode='auto', or exact='auto'"
         )
     if mode == "ghost" and privacy.loss_reduction is not None:
         raise ValueError(
-            "grad_sample_mode='ghost' weights the losses of the samples, so it needs them one by "
-            "one; leave loss_reduction=None and call engine.backward(losses)"
+            "grad_sample_mode='ghost' needs each sample's loss, since it multiplies the losses by "
+            "weights; leave loss_reduction=None and call engine.backward(losses)"
         )
     if performance.physical_batch_size is not None and privacy.sampling == "shuffled":
         raise ValueError(
@@ -609,7 +616,7 @@ def resolved(privacy: PrivacyConfig, performance: PerformanceConfig) -> Settings
 
 
 def refuse_noise_multiplier(privacy: PrivacyConfig | None, keywords: Mapping[str, Any]) -> None:
-    """Raise ValueError for noise beside the target_epsilon that determines it."""
+    """Raise ValueError if noise_multiplier is passed along with target_epsilon."""
     noise = keywords.get("noise_multiplier", getattr(privacy, "noise_multiplier", None))
     if noise is not None:
         raise ValueError(
@@ -621,7 +628,7 @@ def refuse_noise_multiplier(privacy: PrivacyConfig | None, keywords: Mapping[str
 def take_targets(
     privacy: PrivacyConfig, target_epsilon: float | None, target_delta: float | None
 ) -> tuple[PrivacyConfig, float, float]:
-    """The configuration without its targets, and the targets, from keywords or from its fields.
+    """Return the configuration without targets, and the targets from keywords or its fields.
 
     Raises:
         ValueError: a target is given twice, or is out of range.
@@ -646,9 +653,9 @@ def take_targets(
 
 
 def takes_fields(*but: str) -> Callable[[_Method], _Method]:
-    """Have a method of keywords alone name the fields, `but` some, in its signature.
+    """Decorator that adds all fields except `but` to the signature of a keyword-only method.
 
-    Positional arguments are refused by naming the keywords.
+    A call with positional arguments raises TypeError and names the keywords.
     """
 
     def named(method: _Method) -> _Method:
@@ -657,7 +664,7 @@ def takes_fields(*but: str) -> Callable[[_Method], _Method]:
             if positional:
                 name = method.__name__
                 raise TypeError(
-                    f"{name} takes keywords alone, and got {len(positional)} positional "
+                    f"{name} takes keywords alone, but got {len(positional)} positional "
                     f"argument(s): write {name}(module=..., optimizer=..., data_loader=..., ...)"
                 )
             return method(self, **keywords)
@@ -683,12 +690,13 @@ def configs_of(
     performance: PerformanceConfig | None,
     keywords: Mapping[str, Any],
 ) -> tuple[PrivacyConfig, PerformanceConfig]:
-    """The configurations of a call of `make_private`, from objects or from keywords.
+    """Return the two configurations of a call of `make_private`, from objects or keywords.
 
     Args:
         method: the method called, for messages.
         privacy, performance: the objects passed; None if keywords are used.
-        keywords: all others; those that are not UNSET and in its signature are fields.
+        keywords: the other keyword arguments. Those that are not UNSET and are in the method's
+            signature are fields of a configuration.
 
     Raises:
         ValueError: a configuration and keywords of its fields are both given.
@@ -709,8 +717,8 @@ def configs_of(
     if not poisson_sampling:
         if sampling not in (None, "shuffled"):
             raise ValueError(
-                f"sampling={sampling!r} with poisson_sampling=False, which asks for the loader's "
-                "own epochs; leave poisson_sampling out"
+                f"sampling={sampling!r} with poisson_sampling=False, which means "
+                "sampling='shuffled'; leave poisson_sampling out"
             )
         given["sampling"] = "shuffled"
     kinds = (("privacy", privacy, PrivacyConfig), ("performance", performance, PerformanceConfig))

@@ -1,4 +1,4 @@
-"""PrivacyEngine: the face of a private run, over its keys and what it has spent."""
+"""PrivacyEngine: the public interface of a private run; it holds the keys and the spending."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _NOT_PRIVATE = (
 
 def _after_fork() -> None:
     for engine in _engines:
-        # A forked child is none of the ranks.
+        # A forked child process is not a rank of the job.
         engine._ranks = Ranks()
         engine._keys.leave_ranks()
         if engine._run is not None:
@@ -82,8 +82,8 @@ def _of_run(
     """Forward a method of the engine to its run.
 
     Args:
-        method: of the run.
-        by_name: whether the error without a private model names it.
+        method: a method of PrivateRun.
+        by_name: whether the error that is raised without a private model names the method.
     """
 
     @functools.wraps(method)
@@ -98,31 +98,32 @@ class PrivacyEngine(Uncopied, OnlySettable):
     """Trains a model with differential privacy (DP-SGD).
 
     Args:
-        accountant: name of the accountant ("contour"), or an object with its interface, of
-            `dpflash.accounting` or of Opacus; what it has counted already stays counted. Beside a
-            ledger a name, or an object of dpflash that has counted nothing yet, for this engine
-            alone.
-        seed: derives all private randomness from this number, for reproducible research. Whoever
-            knows the seed can subtract the noise, so results are not for release. By default
-            keys come from the operating system.
-        ledger: path of a file that gets one line for each release, before it leaves. Its lines
-            so far count: several runs on the same data compose in one ledger.
-        mesh: the ranks that train one model together: a `DeviceMesh` of all of them with the
-            dimensions "data" (other samples), "context" (other tokens of the same samples, see
-            `dpflash.distributed.context_parallel`), or both; or torchtitan's "dp_replicate" and
-            "dp_shard" (both other samples) and "cp" (a context). Every rank makes the same calls,
-            on the same dataset (of which some entries are compared). None for a single process.
-        neighboring_relation: "add_remove", "zero_out" or "replace_one" to account for that one;
-            None for the samplers' own ("add_remove" for Poisson sampling with a public
-            dataset_size, "zero_out" without one, for shuffled batches, foreign ones and mixtures,
-            "replace_one" for fixed-size batches).
+        accountant: name of the accountant, such as "contour", or an accountant object of
+            `dpflash.accounting` or of Opacus. Releases that the object has counted already stay
+            counted. With a ledger, pass a name, or an object of dpflash that has counted no
+            release yet and that no other engine uses.
+        seed: number from which all private randomness is derived, for reproducible research.
+            Whoever knows the seed can subtract the noise, so do not release the results. By
+            default the operating system supplies the keys.
+        ledger: path of a file to which one line is written before each release. The lines that
+            the file has already are counted: several runs on the same data compose in one ledger.
+        mesh: a `DeviceMesh` of all ranks that train one model together. Its dimensions are "data"
+            (ranks have different samples), "context" (ranks have different tokens of the same
+            samples, see `dpflash.distributed.context_parallel`), or both; or torchtitan's
+            "dp_replicate" and "dp_shard" (both like "data") and "cp" (like "context"). Every rank
+            makes the same calls on the same dataset (some entries are compared). None for a
+            single process.
+        neighboring_relation: the relation that epsilon is computed for: "add_remove", "zero_out"
+            or "replace_one". None for the sampler's default: "add_remove" for Poisson sampling
+            with a public dataset_size; "zero_out" for Poisson sampling without dataset_size, for
+            shuffled or foreign batches and for mixtures; "replace_one" for fixed-size batches.
 
     Guarantees:
         The sequence of parameter values after each optimizer.step() is (epsilon, delta)-DP for
         epsilon = get_epsilon(delta), for the neighboring relation that `neighboring_relation`
         names. Not covered: losses, per-sample norms, drawn batch sizes, gradients before the
-        step, and a choice among several runs. With a mesh the guarantee is that of one process:
-        norms are of whole samples, and noise is added once to the sum over all ranks.
+        step, and a choice among several runs. With a mesh the guarantee is the same as with one
+        process: whole samples are clipped, and noise is added once to the sum over all ranks.
     """
 
     no_copy = "it would draw the same noise; build another PrivacyEngine"
@@ -159,25 +160,25 @@ class PrivacyEngine(Uncopied, OnlySettable):
         )
         self._keys = RunKeys(seed, self._ranks, ledger_releases=own.releases if own else 0)
         self._run: PrivateRun | None = None
-        # Of the model that was detached last: its report, and why it is not for release.
+        # The report of the model detached last, and why that model must not be released, or None.
         self._detached: tuple[dict[str, Any], str | None] | None = None
         self._sampler = "none"
         _engines.add(self)
 
     @property
     def seed(self) -> int | None:
-        """The number that all private randomness derives from; None for secret keys."""
+        """The number from which all private randomness is derived; None with secret keys."""
         return self._keys.seed
 
     @property
     def ledger(self) -> Path | None:
-        """The file that gets a line for each release; None without one."""
+        """Path of the ledger, the file with one line for each release; None without a ledger."""
         ledger = self._spending.ledger
         return None if ledger is None else ledger.path
 
     @property
     def ledger_head(self) -> str | None:
-        """SHA-256 of the ledger so far, which proves it to whoever kept it; None without one."""
+        """SHA-256 of the ledger so far; kept elsewhere it detects changes. None without ledger."""
         ledger = self._spending.ledger
         return None if ledger is None else ledger.head
 
@@ -205,27 +206,29 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
         Args:
             module: the model; its layers are changed in place and keep their state_dict keys.
-            optimizer: any of torch over all parameters that are trained, or a list of several.
-            data_loader: DataLoader(dataset, batch_size=...); one entry of the dataset is one
-                privacy unit, batch_size the expected batch size, over all ranks together. Each
-                row must be made of its own entry alone: a collate_fn that visibly mixes entries
-                (mixup) is refused, which a dataset's __getitem__ cannot be.
-            privacy: what decides epsilon; or its fields as keywords, see `dpflash.PrivacyConfig`.
-            performance: what decides time and memory; or its fields as keywords, see
-                `dpflash.PerformanceConfig`.
+            optimizer: a torch optimizer, or a list of several, over all trained parameters.
+            data_loader: DataLoader(dataset, batch_size=...). One entry of the dataset is one
+                privacy unit; batch_size is the expected batch size over all ranks together. Each
+                row of a batch must be computed from one entry alone. A collate_fn that visibly
+                mixes entries (mixup) is refused; a __getitem__ that mixes them is not detected.
+            privacy: the arguments that determine epsilon, see `dpflash.PrivacyConfig`; its fields
+                can be passed as keywords instead.
+            performance: the arguments that determine time and memory, see
+                `dpflash.PerformanceConfig`; its fields can be passed as keywords instead.
             poisson_sampling: Opacus' keyword; False means sampling="shuffled".
 
         Before some microbatches the loader yields a trial, which tests that model and loop keep
-        samples apart, see `verified`. All batches have a public number of rows; padding rows
-        (`~loader.is_real`) count for nothing. Keep the loader's order of rows up to the losses.
-        docs/guarantees.md says what is not covered.
+        samples apart, see `verified`. Every batch has the same public number of rows; padding
+        rows (`~loader.is_real`) have weight 0. Losses must be in the loader's order of rows.
+        docs/guarantees.md lists what epsilon does not cover.
 
         Returns:
-            (module, optimizer, data_loader): the same model object, the wrapped optimizer (of
-            a list, a list in its order), and a loader that draws as the accountant assumes.
+            (module, optimizer, data_loader): the same model object, the wrapped optimizer (for
+            a list, a list in the same order), and a loader that samples as the accountant
+            assumes.
 
         Raises:
-            ValueError: naming the argument, its value and the way out; nothing is changed then.
+            ValueError: names the argument, its value and what to do; nothing has been changed.
             TypeError: for an unknown keyword.
         """
         asked = configs_of(self.make_private, privacy, performance, keywords)
@@ -242,7 +245,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         if not isinstance(module := given.module, nn.Module):
             raise ValueError(f"module={type(module).__name__}: expected a torch.nn.Module")
         settings = resolved(asked, performance)
-        self._warn_without_mesh()  # ranks may have come to be since `__init__`
+        self._warn_without_mesh()  # the process group may have been created since `__init__`
         self._ranks.run_on_all("make_private", self._refuse_second_model)
         self._run = run = build(
             given,
@@ -251,7 +254,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
             keys=self._keys,
             spending=self._spending,
             ranks=self._ranks,
-            # A mesh of one rank writes a folder too, so that more ranks can go on from it.
+            # A mesh of one rank writes a folder too, so that more ranks can resume from it.
             as_folder=self._has_mesh,
             delta=delta,
         )
@@ -261,7 +264,6 @@ class PrivacyEngine(Uncopied, OnlySettable):
         return run.model, list(run.optimizers) if several else run.optimizers[0], run.loader
 
     def _warn_without_mesh(self) -> None:
-        """Warn, once, that this process is one of several ranks and the engine has no mesh."""
         if self._has_mesh or self._is_warned or not dist.is_initialized():
             return
         if dist.get_world_size() > 1:
@@ -293,19 +295,19 @@ class PrivacyEngine(Uncopied, OnlySettable):
         performance: PerformanceConfig | None = None,
         **keywords: Any,
     ) -> tuple[nn.Module, Any, PrivateDataLoader]:
-        """`make_private` with the noise that spends target_epsilon after `epochs` or `steps`.
+        """Call `make_private` with the noise that spends target_epsilon in `epochs` or `steps`.
 
         Args:
-            target_epsilon: epsilon > 0 at the end of training; or a field of `privacy`.
-            target_delta: delta in (0, 1), well below 1 / size of the dataset; or a field of
-                `privacy`.
-            epochs: epochs of the loader, >= 1.
-            steps: in place of epochs, the number of logical batches, >= 1; of a shuffled loader
-                the epochs that they begin are counted.
-            budget: a limit on the sum of what was spent before and is spent from now on, while
-                target_epsilon is for the coming epochs alone.
+            target_epsilon: epsilon > 0 at the end of training; or set this field of `privacy`.
+            target_delta: delta in (0, 1), well below 1 / size of the dataset; or set this field
+                of `privacy`.
+            epochs: number of epochs of the loader, >= 1.
+            steps: number of logical batches, >= 1, in place of epochs; for a shuffled loader,
+                every epoch that these steps begin is counted.
+            budget: a limit on the epsilon of past and future releases together, whereas
+                target_epsilon is the epsilon of the coming epochs alone.
 
-        The other arguments, the result and the errors are those of `make_private`.
+        The other arguments, the return value and the errors are the same as `make_private`'s.
         """
         refuse_noise_multiplier(privacy, keywords)
         method = self.make_private_with_epsilon
@@ -337,38 +339,38 @@ class PrivacyEngine(Uncopied, OnlySettable):
         `backward(loss_fn, batch)` runs the loader's batch row by row: `loss_fn(model, sample)`
         gets one row, `[1, ...]` of each tensor, and returns its loss, a tensor of one number.
         The modules' state is reset before each row, so model and loss cannot mix samples. Trials
-        still compare losses and gradients, since the loop may mix the batch. It takes the time of
-        as many batches of one row; with physical_batch_size=1 it costs nothing.
+        still compare losses and gradients, since the loop may mix the batch. A batch of B rows
+        takes the time of B batches of one row; with physical_batch_size=1 nothing is lost.
 
         `backward(criterion, (outputs, targets))` takes a criterion object of torch, such as
-        CrossEntropyLoss(weight=...), and computes the loss of each sample with it, see
+        CrossEntropyLoss(weight=...), and computes the loss of each sample with the criterion, see
         `dpflash.losses.of_criterion`.
 
         Args:
-            losses: [B], one number for each row of the batch in the loader's order, computed from
-                that row alone; those of padding rows count for nothing. Where units have several
-                rows (unit_of, `dpflash.packing.Pairs`), a unit's loss is the mean over its rows;
-                pairs may have one number each. Packed documents have one each, [max_documents]. A
-                scalar only where make_private got loss_reduction. Or a function or a criterion,
-                see above.
-            batch: of the loader, with a function; (outputs, targets) with a criterion.
+            losses: [B], one loss for each row of the batch in the loader's order, computed from
+                that row alone; losses of padding rows have weight 0. If units have several rows
+                (unit_of, `dpflash.packing.Pairs`), a unit's loss is the mean over its rows; pairs
+                may have one loss for each pair. Packed documents: [max_documents], one loss for
+                each document. A scalar only if make_private got loss_reduction. Or a function or
+                a criterion, see above.
+            batch: the loader's batch for a function; (outputs, targets) for a criterion.
 
         Returns:
-            None; with a function or a criterion the losses `[B]` without a graph, private like
-            all losses.
+            None; for a function or a criterion the losses `[B]` without a graph, which are
+            private like all losses.
 
         Raises:
-            PrivateRefusal: for another shape, a number of losses that is not the batch's, or
-                losses that reached no private layer; or a trial has shown that samples depend on
-                each other.
-            RuntimeError: for a second call on a batch.
-            ValueError: a function with a batch whose samples are no rows, or that is not of the
-                loader, or with loss_reduction.
+            PrivateRefusal: losses have another shape or another number than the batch's samples,
+                or reached no private layer; or a trial has shown that samples depend on each
+                other.
+            RuntimeError: for a second call on the same batch.
+            ValueError: a function was passed with loss_reduction, with a batch that is not the
+                loader's, or with a batch whose samples are not rows.
 
         Guarantees:
             Each sample changes the sum by at most max_grad_norm in L2, over all parameters
-            together, whatever its loss; one with a NaN or Inf gradient changes it by nothing. In
-            batches without public slots this holds up to rounding, see `make_private`.
+            together, whatever its loss; a sample with a NaN or Inf gradient does not change the
+            sum. In batches without public slots this holds up to rounding, see `make_private`.
         """
         if others:
             raise TypeError(
@@ -379,7 +381,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     @contextmanager
     def public_data(self) -> Iterator[None]:
-        """Train on public data inside a with block, which is not clipped, noised or counted.
+        """Train on public data in a with block; gradients are not clipped, noised or counted.
 
         ::
 
@@ -387,31 +389,31 @@ class PrivacyEngine(Uncopied, OnlySettable):
                 F.cross_entropy(model(x_public), y_public).backward()  # any scalar loss
             optimizer.step()
 
-        Inside the block the model is a plain one: its layers have no clipping gates, batches have
-        any size, and losses are ordinary scalars, whose backward runs inside too. `.grad` of the
-        trained parameters holds the gradients of the block alone (they may be clipped by
-        `clip_grad_norm_`, or unscaled) and is as before afterwards. They add up over blocks until
-        the next step, and `optimizer.zero_grad()` drops them. Checkpoints leave them out.
+        Inside the block the model behaves as if it were not private: its layers have no clipping
+        gates, batches have any size, and losses are ordinary scalars, whose backward also runs in
+        the block. `.grad` of the trained parameters holds the gradients of the block alone (you
+        may clip them by `clip_grad_norm_`, or unscale them) and is restored afterwards. Public
+        gradients add up over blocks until the next step; `optimizer.zero_grad()` drops them.
+        Checkpoints do not contain them.
 
         `optimizer.step()` adds them to the gradient of the private batch: (clipped sum + noise) /
         expected_batch_size + public gradient, so scale the public loss to weight it. Between
-        private batches (after a step, before the next batch of the loader) it steps on them
-        alone, without noise, charge, ledger line or step hook; a spent budget allows that too.
-        With a mesh, public gradients are averaged over the ranks with other samples.
+        private batches (after a step, before the next batch of the loader) the step uses public
+        gradients alone, without noise, charge, ledger line or step hook, even if the budget is
+        spent. With a mesh, public gradients are averaged over the ranks with different samples.
 
         Raises:
-            RuntimeError: the engine, step, zero_grad or the private loader is used inside; a
-                backward inside reaches a private forward; the model got rows of the private
-                loader's batch, where they can be recognized; or a buffer or a frozen parameter
-                changed, see make_private(allow_buffers=). The block's gradients are dropped.
+            RuntimeError: the engine, step, zero_grad or the private loader is used in the block;
+                a backward in the block reaches a private forward; the model got rows of the
+                private loader's batch (if they can be recognized); or a buffer or a frozen
+                parameter changed, see make_private(allow_buffers=). The gradients are dropped.
             ValueError: fully_shard with a context, or over some ranks only.
 
         Guarantees:
-            Sums, noise and charge of private batches are the same with and without public ones,
-            bit for bit. Epsilon covers the private data alone. It holds if the public data, its
-            order, weights and losses were chosen without the private data: nothing may enter that
-            was computed from it, apart from the released parameters. Public data gets no
-            protection.
+            Sums, noise and charge of private batches are bit-equal with and without public
+            batches. Epsilon covers the private data alone. It holds if the public data, its
+            order, weights and losses were chosen without the private data: they must not depend
+            on anything computed from it but the released parameters. Public data is not protected.
         """
         run = self._running()
         run.step.public.refuse_ranks(self._ranks)
@@ -425,26 +427,28 @@ class PrivacyEngine(Uncopied, OnlySettable):
     def get_epsilon(self, delta: float, interval: Literal[True]) -> Interval: ...
 
     def get_epsilon(self, delta: float, interval: bool = False) -> float | Interval:
-        """Epsilon spent so far at delta; inf once a step was released without noise.
+        """Return epsilon spent so far at delta; inf once a step was released without noise.
 
         Args:
             delta: in (0, 1).
-            interval: whether the lower end is wanted too, where the accountant knows one.
+            interval: whether to return an `Interval` with a lower bound of epsilon too, if the
+                accountant knows one.
         """
         probability(delta=delta)
         ledger = self._spending.ledger
         if ledger is not None and ledger.has_grown:
             warn(
                 f"ledger={str(ledger.path)!r} has later lines of another engine or process, which "
-                "this epsilon does not count: ask the newest engine, or dpflash budget"
+                "this epsilon does not count: call get_epsilon of the newest engine, or run "
+                "`dpflash budget`"
             )
         found = self._spending.epsilon(delta)
         return found if interval else found.upper
 
     def remaining_steps(self) -> int | None:
-        """How many more steps like the next one the budget allows; None without a budget.
+        """Return how many more steps like the next step the budget allows; None without a budget.
 
-        With a shuffled loader: the rest of an epoch that is paid for, and then whole epochs.
+        For a shuffled loader this is the rest of the epoch that is paid for, plus whole epochs.
         """
         return None if self._run is None else self._run.remaining_steps()
 
@@ -461,15 +465,15 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     @property
     def neighboring_relation(self) -> str:
-        """Neighboring relation of epsilon: "add_remove", "zero_out" or "replace_one"."""
+        """The relation that epsilon is for: "add_remove", "zero_out" or "replace_one"."""
         return self._spending.relation
 
     @property
     def privacy_unit(self) -> str:
-        """The privacy unit, of which neighbors differ in one.
+        """The privacy unit: neighboring datasets differ in one unit.
 
         "sample", "document", "preference pair", "user" or "user, fixed graph" (see
-        `dpflash.PrivacyConfig`); a unit_name follows, as in "user: patient".
+        `dpflash.PrivacyConfig`), followed by unit_name if there is one, as in "user: patient".
         """
         return self._spending.unit or SAMPLE
 
@@ -483,22 +487,23 @@ class PrivacyEngine(Uncopied, OnlySettable):
     ) -> Path:
         """Write a model card, README.md, into the folder of a saved model.
 
-        Its first section states epsilon, what it is for and what it does not cover. The same
-        facts are in report.json, which `dpflash audit --run` reads. The model is the one that is
-        private now, or else the one that was detached last. With a mesh one rank calls this.
+        The card's first section states epsilon, the privacy unit that it protects, and what it
+        does not cover. The same facts are written to report.json, which `dpflash audit --run`
+        reads. The card describes the model that is private now, or else the model that was
+        detached last. With a mesh one rank calls this.
 
         Args:
-            folder: has the model already, as `save_pretrained` or `torch.save` wrote it. A section
-                on privacy in its README.md is replaced, and other sections stay.
+            folder: an existing folder that `save_pretrained` or `torch.save` wrote the model to.
+                A section on privacy in its README.md is replaced; other sections are kept.
             delta: in (0, 1), well below 1 / size of the dataset.
-            description: introduces the model where the folder has no README.md.
-            base: name of the pretrained model that it was fine-tuned from.
+            description: text that introduces the model if the folder has no README.md.
+            base: name of the pretrained model that was fine-tuned.
 
         Returns:
             The path of the card.
 
         Raises:
-            FileNotFoundError: there is no such folder.
+            FileNotFoundError: the folder does not exist.
             ValueError: this engine has made no model private.
             PrivateRefusal: a buffer or a frozen parameter changed, see
                 make_private(allow_buffers=), so the model is not for release.
@@ -536,7 +541,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     @property
     def optimization(self) -> Optimization:
-        """What the optimization level changes; as text, one sentence for each change."""
+        """The changes that the optimization level makes; as text, one sentence for each change."""
         return self._described("optimization").wrapper.optimization
 
     @property
@@ -546,42 +551,43 @@ class PrivacyEngine(Uncopied, OnlySettable):
         PRIVATE, like `trials`: it depends on how many samples were drawn.
 
         - True: 16 samples were compared, and every layer that ran had nonzero gradients.
-        - "pending": not yet. False: make_private(verify_first_batch=False) left trials out.
-        - "by construction": the loop gives `backward` a function of one sample.
-        - "model": the loop was not tested, since batches hold nothing with an entry for each
-          sample. Batches from elsewhere, or of BatchMemoryManager, test the model alone too.
-        - "gradients": of such batches, only the backward was tested. In no call of the model could
+        - "pending": fewer samples were compared so far.
+        - False: make_private(verify_first_batch=False) turned trials off.
+        - "by construction": the loop passes `backward` a function of one sample.
+        - "model": the model was tested, the loop was not, since a batch holds no tensor or list
+          with an entry for each sample, or is foreign, or comes from BatchMemoryManager.
+        - "gradients": as "model", and only the backward was tested. In no call of the model could
           samples be replaced: its layers are called one by one, it went through your own
           torch.compile, or an argument that differs between calls is neither a tensor with the
           samples first nor a list with an element for each sample.
-        - "forward": of such batches, only the forward was tested, since it returns a scalar loss.
+        - "forward": as "model", and only the forward was tested, since it returns a scalar loss.
         """
         return self._described("verified").verified
 
     @property
     def trials(self) -> str:
-        """What trials have compared so far, how closely, and what was not tried; as sentences."""
+        """Sentences on what trials compared so far, their tolerance, and what was not tested."""
         return self._described("trials").trials
 
     @property
     def public(self) -> PublicFacts:
-        """Public facts about the batches: slots, lengths, dataset size; as text, one a line."""
+        """Public facts about batches: slots, lengths, dataset size. As text one fact per line."""
         return self._described("public").public
 
     @property
     def rounded_sums(self) -> tuple[str, ...]:
         """Names of the parameters whose sums were rounded in float32 in some batch so far.
 
-        The sums of all other parameters were exact: one sample moves them by at most its bound in
-        real arithmetic, whatever the order of the samples.
+        The sums of the other parameters were exact: one sample moves each of these sums by at
+        most its bound in real arithmetic, whatever the order of the samples.
         """
         return tuple(sorted(self._described("rounded_sums").step.sums.rounded))
 
     def detach(self, model: nn.Module) -> nn.Module:
-        """Return the plain model, with its parameters; the engine keeps its spent privacy.
+        """Return the model without its private layers; the engine keeps its spending.
 
-        Any engine gives back a model whose own engine does not exist any more. With a mesh one
-        rank may call it alone, at the end; all ranks do before the next make_private.
+        Any engine can detach a model whose own engine no longer exists. With a mesh, one rank may
+        call detach alone at the end of training; before the next make_private all ranks call it.
         """
         if self._run is None or model is not self._run.model:
             attachments = attachments_of(model)
@@ -593,20 +599,20 @@ class PrivacyEngine(Uncopied, OnlySettable):
         own = self._running().backward.attachment
         assert isinstance(own, Attachment)
         self._detached = self._run.report(), own.give_back()
-        # The next model starts counting at 0 again; under the old keys it would repeat the noise.
+        # The next model counts its steps from 0; under the old keys it would repeat the noise.
         self._keys.begin_model()
         self._spending.set_budget(None)
         self._run = None
         return model
 
     def _described(self, method: str) -> PrivateRun:
-        """The run, for a method that only reports."""
+        """Return the run, for a method that only reports."""
         if self._run is None:
             raise ValueError(f"{method}: {_NOT_PRIVATE}, and ask before engine.detach(model)")
         return self._run
 
     def _running(self) -> PrivateRun:
-        """The run, for a method that changes it."""
+        """Return the run, for a method that changes it."""
         if self._run is None:
             raise RuntimeError(_NOT_PRIVATE)
         self._run.step.public.refuse_inside("a call of the engine")

@@ -1,4 +1,4 @@
-"""Arguments of Opacus and of other libraries: those that pass, and those that are refused."""
+"""Arguments of Opacus and other libraries: which are accepted, and which are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from ._validate import nearest
 from .refusal import warn
 
-# Arguments of Opacus' engine: the value that changes nothing here, and why.
+# Arguments of Opacus' engine -> (the value that has no effect here, the reason).
 _WITHOUT_MEANING: dict[str, tuple[object, str]] = {
     "secure_mode": (False, "noise always comes from ChaCha20, keyed by the operating system"),
     "wrap_model": (True, "the model is never wrapped; it comes back as the same object"),
@@ -24,9 +24,9 @@ _WITHOUT_MEANING: dict[str, tuple[object, str]] = {
         ),
         (None, "a checkpoint has a format of its own"),
     ),
-    "rand_on_empty": (False, "an empty draw is a batch of padding rows, which count for nothing"),
+    "rand_on_empty": (False, "an empty draw is a batch of padding rows, which have weight 0"),
 }
-_CRITERION = "losses are made in the loop, also for grad_sample_mode='ghost'"
+_CRITERION = "the loop computes the losses, also for grad_sample_mode='ghost'"
 
 # Arguments of other libraries that have no counterpart here.
 _REFUSED = {
@@ -40,7 +40,7 @@ _REFUSED = {
     ),
     "noise_generator": "noise comes from a keyed stream; PrivacyEngine(seed=...) reproduces it",
     "wrap_model": "the model is never wrapped; it comes back as the same object, without hooks",
-    "rand_on_empty": "an empty draw is a batch of padding rows, which count for nothing",
+    "rand_on_empty": "an empty draw is a batch of padding rows, which have weight 0",
     "module_state_dict_kwargs": "a checkpoint has a format of its own; save model.state_dict(...)",
     "torch_save_kwargs": "a checkpoint has a format of its own",
     "module_load_dict_kwargs": "the model must have the checkpoint's tensors, all of them",
@@ -51,7 +51,7 @@ _REFUSED = {
     "epsilon": "make_private_with_epsilon takes it, as target_epsilon=, with target_delta=",
     "delta": "make_private_with_epsilon takes it, as target_delta=, with target_epsilon=",
     "accountant": "PrivacyEngine(accountant=...) takes it",
-    "epochs": "make_private_with_epsilon takes it; here the loop that you write ends training",
+    "epochs": "make_private_with_epsilon takes it; here training ends with your loop",
     "steps": "training ends with your loop; make_private_with_epsilon takes epochs= or steps=",
     "total_steps": "training ends with your loop; make_private_with_epsilon takes steps=",
     "way": "it is grad_sample_mode= now: 'instantiate' (was 'stored'), 'book_keeping', 'ghost'",
@@ -59,12 +59,12 @@ _REFUSED = {
 
 
 def without_defaults(unknown: Mapping[str, Any], *, mode: object) -> dict[str, Any]:
-    """The unknown keywords of a call without those that Opacus has at these values; warns once.
+    """Drop Opacus' arguments at values that have no effect here, with one warning.
 
     Args:
         unknown: keywords that the method does not have.
-        mode: grad_sample_mode of the call. With "ghost" a criterion would make Opacus return four
-            objects, so it is not taken.
+        mode: grad_sample_mode of the call. With "ghost", Opacus would return four objects for a
+            criterion, so that a criterion is not dropped.
     """
     dropped = {
         name: why
@@ -89,15 +89,15 @@ def refuse_keywords_of(
 ) -> None:
     """Raise for the first keyword that a method does not have.
 
-    Arguments of Opacus at their defaults pass with a warning.
+    Opacus' arguments at their defaults only cause a warning.
 
     Args:
         method: the method called.
-        unknown: keywords that it does not have, with their values.
+        unknown: the keywords that the method does not have -> their values.
         mode: grad_sample_mode of the call.
 
     Raises:
-        TypeError: naming the keyword, and its replacement or a similar one.
+        TypeError: names the keyword, and its replacement or a similar keyword.
     """
     unknown = without_defaults(unknown, mode=mode)
     if not unknown:
@@ -111,13 +111,13 @@ def refuse_keywords_of(
 
 
 def known_keywords(method: Callable[..., Any]) -> list[str]:
-    """The names of a method's arguments, without those that it takes for a message alone."""
+    """Return the names of a method's arguments, without `self` and ``**`` arguments."""
     parameters = inspect.signature(method).parameters.values()
     return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"]
 
 
 class Scheduler(Protocol):
-    """A scheduler of noise or clipping of Opacus."""
+    """Opacus' scheduler of the noise multiplier or the clipping bound."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -128,23 +128,23 @@ def require_own(**given: tuple[object, object]) -> None:
     """Refuse objects that are not the engine's own: ``require_own(module=(given, own))``.
 
     Raises:
-        ValueError: naming the argument. None is taken for the engine's own.
+        ValueError: names the argument. None is accepted.
     """
     for name, (value, own) in given.items():
         if value is not None and value is not own:
             raise ValueError(
-                f"{name}={type(value).__name__}: not the one that make_private returned, which a "
-                f"checkpoint is of; leave {name} out"
+                f"{name}={type(value).__name__}: not the one that make_private returned, whose "
+                f"state a checkpoint contains; leave {name} out"
             )
 
 
 def with_schedulers(
     extra: Mapping[str, Any] | None, schedulers: Mapping[str, Scheduler | None]
 ) -> dict[str, Any]:
-    """What save_checkpoint stores for the loop: `extra`, and the states of schedulers.
+    """Return `extra` together with the schedulers' states, for save_checkpoint.
 
     Raises:
-        ValueError: `extra` is no dict, or has the name of a scheduler's state.
+        ValueError: `extra` is not a dict, or uses the name of a scheduler's state.
     """
     if extra is not None and not isinstance(extra, Mapping):
         raise ValueError(f"extra is a {type(extra).__name__}: expected a dict or None")
@@ -155,23 +155,19 @@ def with_schedulers(
 
 
 def require_states(extra: Mapping[str, Any], schedulers: Mapping[str, Scheduler | None]) -> None:
-    """Refuse a checkpoint without the state of a scheduler that is to be restored.
-
-    Raises:
-        ValueError: naming the scheduler.
-    """
+    """Raise ValueError if a checkpoint lacks the state of a scheduler that was passed."""
     for name, scheduler in schedulers.items():
         if scheduler is not None and _key(name) not in extra:
             raise ValueError(
-                f"{name}={type(scheduler).__name__}: the checkpoint has no state of it; pass it "
-                "to save_checkpoint too, or leave it out here"
+                f"{name}={type(scheduler).__name__}: the checkpoint has no state of this "
+                "scheduler; pass it to save_checkpoint too, or leave it out here"
             )
 
 
 def restore_schedulers(
     extra: Mapping[str, Any], schedulers: Mapping[str, Scheduler | None]
 ) -> dict[str, Any]:
-    """Give the schedulers their states back; returns the rest of `extra`."""
+    """Load the schedulers' states, and return the rest of `extra`."""
     given = {name: scheduler for name, scheduler in schedulers.items() if scheduler is not None}
     for name, scheduler in given.items():
         scheduler.load_state_dict(extra[_key(name)])

@@ -1,4 +1,4 @@
-"""Recommends an attention pattern by measurements: the fastest that fits the memory."""
+"""Recommends the fastest measured attention pattern that fits into the memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Results = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 _Row = Mapping[str, Any]
 
 _MIB = 2**20
-_WIDTH_REACH = 16  # factor by which H D may differ from the measured one
-_AS_FAST = 1.05  # a factor of the time that is within noise
+_WIDTH_REACH = 16  # factor by which H * D may differ from the measured H * D
+_AS_FAST = 1.05  # times within this factor count as equal
 _TABLE = "recommendations.json"
 _ENVIRONMENT = ("device", "threads", "date", "torch", "dpflash", "commit", "quick")
-# Arguments of patterns in tokens; the others are numbers of blocks, rates or words.
+# Arguments of patterns that are numbers of tokens; other arguments are not.
 _IN_TOKENS = ("block_size", "global_tokens", "levels", "segment_lengths", "window")
 _MEASURE = (
     "run `dpflash bench attention --out DIR` on your machine (`variants` and `sequence` add "
@@ -41,15 +41,15 @@ _MEASURE = (
 
 @dataclass(frozen=True)
 class Quality:
-    """The held-out loss of a small language model with a pattern, minus that with dense attention.
+    """Held-out loss of a small language model with a pattern, minus its loss with dense attention.
 
-    The models differ in their pattern alone.
+    The two models differ only in their pattern.
     """
 
-    tokens: int  # of its windows; lengths of the pattern are scaled to them
-    difference: float  # nats a byte; lower is better
+    tokens: int  # length of the model's windows; the pattern's lengths are scaled to it
+    difference: float  # nats per byte; lower is better
     difference_ci95: tuple[float, float]  # over the choice of windows
-    relative_difference: float  # over the loss with dense attention
+    relative_difference: float  # difference / loss with dense attention
 
     def __str__(self) -> str:
         low, high = self.difference_ci95
@@ -63,28 +63,27 @@ class Quality:
 class Candidate:
     """A pattern, and the expected cost of its attention."""
 
-    variant: str  # its name in the measurements
+    variant: str  # name of the pattern in the measurements
     pattern: Pattern  # for `dpflash.attention(pattern=...)` and the modules
     expected_ms: float
-    expected_peak_mib: float | None  # growth of memory during a call, where it is known
-    fits: bool  # whether that is within the limit
-    pair_share: float  # pairs (query, key) over those of dense attention, causal or not
-    quality: Quality | None  # of a small model with this pattern, where it was measured
+    expected_peak_mib: float | None  # growth of memory during a call; None if unknown
+    fits: bool  # whether the growth of memory is within the limit
+    pair_share: float  # number of (query, key) pairs / number in dense attention
+    quality: Quality | None  # of a small model with this pattern; None if not measured
 
     @property
     def is_worse(self) -> bool:
-        """Whether the measured loss is above that of dense attention."""
+        """Whether the measured loss is above the loss with dense attention."""
         return self.quality is not None and self.quality.difference > 0
 
     @property
     def _cells(self) -> tuple[str, ...]:
-        """The row of the table."""
         mib = "unknown" if self.expected_peak_mib is None else _digits(self.expected_peak_mib)
         loss = "reference" if isinstance(self.pattern, Dense) else "not measured"
         if self.quality is not None:
             loss = f"{self.quality.relative_difference:+.2%}"
         fits = "yes" if self.fits else "NO"
-        # Almost all pairs must not read as 100%.
+        # A share below 1 must not be rounded to 100%.
         share = self.pair_share if self.pair_share >= 1 else min(self.pair_share, 0.999)
         return self.variant, _digits(self.expected_ms), mib, fits, f"{share:.1%}", loss
 
@@ -95,13 +94,13 @@ def _digits(value: float) -> str:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The recommended pattern."""
+    """The recommended pattern, and its alternatives."""
 
     chosen: Candidate  # see `recommend`
-    alternatives: tuple[Candidate, ...]  # those that fit first, each by time
+    alternatives: tuple[Candidate, ...]  # sorted by `fits` (True first), then by time
     measured_on: str  # device, threads, date and version
-    reasons: tuple[str, ...]  # reasons of the choice, and what was left out
-    asked: str  # the question in words
+    reasons: tuple[str, ...]  # why the pattern was chosen, and which patterns were left out
+    asked: str  # the arguments, in words
 
     @property
     def pattern(self) -> Pattern:
@@ -110,7 +109,7 @@ class Recommendation:
 
     @property
     def variant(self) -> str:
-        """Its name."""
+        """The name of the chosen pattern."""
         return self.chosen.variant
 
     def __str__(self) -> str:
@@ -123,8 +122,8 @@ class Recommendation:
                 f"pattern={self.pattern!r}",
                 *(f"- {reason}" for reason in self.reasons),
                 f"- measured on {self.measured_on}",
-                "pairs: of those of dense attention; loss: held-out, of a small model with the "
-                "pattern, over that with dense attention, lower is better",
+                "pairs: (query, key) pairs relative to dense attention; loss: held-out loss of a "
+                "small model, relative to dense attention, lower is better",
                 *("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows),
             ]
         )
@@ -157,14 +156,14 @@ class _Question:
 
 @dataclass(frozen=True)
 class _Case:
-    """A measured row of attention."""
+    """One measurement of attention."""
 
     direction: str
     dtype: str
     tokens: int
     width: int  # batch * heads * head_dim
     ms: float
-    peak_mib: float | None  # growth of memory during a call, where it was measured
+    peak_mib: float | None  # growth of memory during a call; None if not measured
     variant: str
     pattern: Pattern
     source: str  # device, date and versions
@@ -183,39 +182,40 @@ def recommend(
     patterns: Collection[type[Pattern]] | type[Pattern] | None = None,
     results: Results = None,
 ) -> Recommendation:
-    """Recommend the fastest attention pattern for a sample of `tokens` tokens, by measurements.
+    """Recommend the fastest measured attention pattern for samples of `tokens` tokens.
 
-    Patterns are different models: a sparse one is faster because it sees less. The answer shows
-    the pairs that each sees and, where it was measured, the held-out loss of a small model. Of
-    patterns within 5% of the fastest the one that sees most is chosen, and never one whose last
-    position cannot depend on all earlier ones. A pattern whose loss was measured above that of
-    dense attention is chosen only if no other fits.
+    Models with different patterns are different models: a sparse pattern is faster because its
+    queries attend to fewer keys. The result shows the (query, key) pairs of each pattern and, if
+    it was measured, the held-out loss of a small model. Among the patterns within 5% of the
+    fastest, the pattern with the most pairs is chosen. A pattern is never chosen if its last
+    position cannot depend on all earlier positions, and, if its measured loss is above the loss
+    with dense attention, only if no other pattern fits.
 
-    Figures are those measured at the same T and dtype; they are proportional to heads * head_dim,
-    up to 16 times of what was measured. Nothing else is estimated.
+    Figures are measured at the same T and dtype, and scaled in proportion to heads * head_dim, by
+    a factor of at most 16. Nothing else is estimated.
 
     Args:
-        tokens: T.
+        tokens: T, the number of tokens of a sample.
         memory: limit in bytes, or text such as "80GB" or "512MiB", for the growth of memory during
-            one call of attention: the output, gradients of q, k and v, and temporaries. q, k, v
-            and the output's gradient do not count, nor does the rest of a model. None for no
-            limit.
-        causal: no query sees a later key.
+            one call of attention: the output, the gradients of q, k and v, and temporary tensors,
+            but not q, k, v, the output's gradient, or the rest of a model. None for no limit.
+        causal: whether queries attend to no later key.
         heads: H.
         head_dim: D.
         direction: "forward" or "forward+backward".
-        device: "cpu" or "cuda" for this machine's, or the name of a measured device, such as
-            "CPU AMD EPYC"; None for a GPU if torch finds one, else "cpu".
-        dtype: of q, k and v; None for "float32" on a CPU and "bfloat16" on a GPU.
-        patterns: classes of `dpflash.patterns` to choose from, or one; None for all.
-        results: folders or JSON files of `dpflash bench`, of which `attention`, `variants` and
-            `sequence` are read; None for the figures that come with the library.
+        device: "cpu" or "cuda" for this machine's device, or the name of a measured device, such
+            as "CPU AMD EPYC"; None for a GPU if torch finds one, else "cpu".
+        dtype: dtype of q, k and v; None for "float32" on a CPU and "bfloat16" on a GPU.
+        patterns: the class or classes of `dpflash.patterns` to choose from; None for all.
+        results: folders or JSON files of `dpflash bench` with the suites `attention`, `variants`
+            and `sequence`; None for the figures that come with the library.
 
     Returns:
-        The choice with its expected time and memory, their sources, and the alternatives.
+        The chosen pattern with its expected time and memory, the source of these, and the
+        alternatives.
 
     Raises:
-        ValueError: this was not measured, nothing fits, or an argument is invalid.
+        ValueError: the case was not measured, no pattern fits, or an argument is invalid.
     """
     _validate.positive_int(tokens=tokens, heads=heads, head_dim=head_dim)
     limit = None if memory is None else _validate.bytes_of(memory=memory)
@@ -231,7 +231,7 @@ def recommend(
     ):
         raise ValueError(
             f"patterns={patterns!r}: expected classes of dpflash.patterns; pass some, such as "
-            "[Dense, SlidingWindow], or None for all"
+            "[Dense, SlidingWindow], or None for all patterns"
         )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     runs = _of_device(_read(results), device)
@@ -246,8 +246,8 @@ def recommend(
     chosen, reasons = _choose(joined, asked)
     if apart := [one.variant for one in found if one not in joined]:
         reasons.append(
-            "left out, since their last position never depends on all earlier ones, however many "
-            f"layers: {', '.join(apart)}"
+            "left out, since their last position cannot depend on all earlier positions, however "
+            f"many layers: {', '.join(apart)}"
         )
     sources = "; ".join(dict.fromkeys(case.source for case in cases))
     others = tuple(one for one in joined if one is not chosen)
@@ -263,7 +263,7 @@ def _shipped() -> list[_Row]:
 
 
 def _read(results: Results) -> list[_Row]:
-    """What `dpflash bench` wrote into folders or files; None for what the library has."""
+    """Read what `dpflash bench` wrote into folders or files; None for the library's own table."""
     if results is None:
         return _shipped()
     found: list[_Row] = []
@@ -282,7 +282,7 @@ def _read(results: Results) -> list[_Row]:
 
 
 def _of_device(runs: Iterable[_Row], device: str) -> list[_Row]:
-    """The runs on a device: full ones before quick ones, then the latest first."""
+    """The runs on a device, full runs before quick runs, later runs before earlier runs."""
     name = f"CPU {cpu_model()}" if device == "cpu" else device
     if device == "cuda" and torch.cuda.is_available():
         name = torch.cuda.get_device_name()
@@ -299,7 +299,7 @@ def _of_device(runs: Iterable[_Row], device: str) -> list[_Row]:
 
 
 def _cases(run: _Row) -> Iterator[_Case]:
-    """The timed rows of attention that are right and do not depend on the data."""
+    """The timed rows of dpflash's attention whose result was correct, without packed documents."""
     at = run["environment"]
     source = (
         f"{at['device']}, {at.get('threads')} thread(s), {at.get('date')}, torch "
@@ -327,7 +327,6 @@ def _cases(run: _Row) -> Iterator[_Case]:
 
 
 def _brief(pattern: Pattern) -> str:
-    """The pattern with its arguments, but for defaults and `causal`."""
     named = [
         f"{one.name}={value!r}"
         for one in fields(pattern)  # type: ignore[arg-type]
@@ -337,9 +336,8 @@ def _brief(pattern: Pattern) -> str:
 
 
 def _losses(run: _Row) -> Iterator[tuple[Pattern, Quality]]:
-    """(pattern, loss of a model with it minus that of the dense model)."""
-    # A quick run trains too briefly. Private models have other baselines, whose noise drowns
-    # the differences.
+    # Quick runs train too briefly. Rows of private models have other baselines: there the noise
+    # is larger than the differences.
     rows = [] if run["environment"].get("quick") else run["rows"]
     for row in rows:
         if (row.get("section"), row.get("baseline")) != ("quality", "dense"):
@@ -361,9 +359,9 @@ _COLUMNS = (
 
 
 def shipped_table(files: Iterable[Path]) -> str:
-    """The text of recommendations.json: one line for each case and each loss in these files.
+    """Return the text of recommendations.json: one line per measured time or loss in the files.
 
-    Figures have five digits. Rows that are wrong or were not measured are left out.
+    Figures have five digits. Rows with a wrong result or without a measurement are left out.
     """
     runs = []
     for file in files:
@@ -399,7 +397,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _nearest(cases: Sequence[_Case], asked: _Question, kinds: tuple[type, ...]) -> list[_Case]:
-    """Of each pattern the case of this T and of the nearest width; of equal ones the first."""
+    """For each pattern, the case with the same T and the nearest width (the first of equals)."""
     of_kind = [
         case
         for case in cases
@@ -416,8 +414,8 @@ def _nearest(cases: Sequence[_Case], asked: _Question, kinds: tuple[type, ...]) 
         raise ValueError(
             f"{asked}: not measured for {', '.join(kind.__name__ for kind in kinds)}. Measured "
             f"are tokens={sorted({t for t, _ in there})} with heads * head_dim="
-            f"{sorted({width for _, width in there})} (and up to {_WIDTH_REACH} times more or "
-            f"less). Take another value, or {_MEASURE}"
+            f"{sorted({width for _, width in there})} (and up to {_WIDTH_REACH} times as much or "
+            f"as little). Pass such a value, or {_MEASURE}"
         )
     return list(nearest.values())
 
@@ -425,13 +423,13 @@ def _nearest(cases: Sequence[_Case], asked: _Question, kinds: tuple[type, ...]) 
 def _candidates(
     cases: Sequence[_Case], asked: _Question, losses: Sequence[tuple[Pattern, Quality]]
 ) -> Iterator[Candidate]:
-    """The patterns with their figures, which are proportional to the width."""
+    """Yield the patterns with their figures, scaled in proportion to the width."""
     tokens, heads = asked.tokens, asked.heads
     for case in cases:
         pattern, wider = case.pattern, asked.width / case.width
         try:
             pairs = pattern.edges(tokens, heads) / Dense(causal=asked.causal).edges(tokens, heads)
-        except ValueError:  # its blocks are listed for another number of heads
+        except ValueError:  # the pattern lists blocks for another number of heads
             continue
         peak = None if case.peak_mib is None else case.peak_mib * wider
         fits = asked.memory is None or (peak is not None and peak * _MIB <= asked.memory)
@@ -441,29 +439,30 @@ def _candidates(
 
 
 def _over_tokens(pattern: Pattern, tokens: int) -> Mapping[str, Any]:
-    """The pattern's arguments, those in tokens over T."""
+    """The pattern's arguments, with numbers of tokens divided by T."""
 
     def over(value: Any) -> Any:
         if isinstance(value, list):
             return [over(one) for one in value]
-        return value if value == -1 else Fraction(value, tokens)  # -1: all
+        return value if value == -1 else Fraction(value, tokens)  # -1: all tokens
 
     named = json.loads(pattern.key)
     return {key: over(one) if key in _IN_TOKENS else one for key, one in named.items()}
 
 
 def _choose(found: Sequence[Candidate], asked: _Question) -> tuple[Candidate, list[str]]:
-    """The choice among patterns that reach all, sorted by `fits` and time, and its reasons."""
+    """Return the chosen candidate and the reasons; `found` is sorted by `fits` and time."""
     fitting = [one for one in found if one.fits]
     if not fitting:
         needs = ", ".join(f"{one.variant} {one._cells[2]} MiB" for one in found) or "none is left"
         raise ValueError(
             f"{asked}: no measured pattern whose last position depends on all earlier ones fits "
-            f"memory={asked.memory} ({needs}). Pass more bytes, fewer heads, or other patterns"
+            f"memory={asked.memory} ({needs}). Pass a larger memory, fewer heads, or other "
+            "patterns"
         )
     no_worse = [one for one in fitting if not one.is_worse] or fitting
     as_fast = [one for one in no_worse if one.expected_ms <= _AS_FAST * no_worse[0].expected_ms]
-    # A pattern that counts pairs twice sees no more than all.
+    # Some patterns count pairs twice, so a share above 1 counts as 1.
     chosen = max(
         as_fast,
         key=lambda one: (min(1.0, one.pair_share), isinstance(one.pattern, Dense)),
@@ -476,7 +475,7 @@ def _choose(found: Sequence[Candidate], asked: _Question) -> tuple[Candidate, li
         loss = "was not measured" if chosen.quality is None else f"was {chosen.quality}"
         reasons.append(
             f"another model than dense attention: a query sees {pairs} of its pairs on average; "
-            f"the held-out loss of a small model {loss}; measure yours"
+            f"the held-out loss of a small model {loss}; measure the loss of your model"
         )
     if worse := [one.variant for one in fitting if one not in no_worse]:
         reasons.append(

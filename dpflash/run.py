@@ -1,4 +1,4 @@
-"""PrivateRun: what a private model consists of, from `make_private` to `detach`."""
+"""PrivateRun: the parts of a private model between `make_private` and `detach`."""
 
 from __future__ import annotations
 
@@ -48,29 +48,29 @@ from .verification.attributes import OwnAttributes
 from .verification.digests import is_deterministic, row_digests
 from .verification.nested import tensors_of
 
-# loss_fn(model, sample) -> its loss.
+# loss_fn(model, sample) -> the sample's loss.
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
-# What callers may set between releases, of the optimizer, and what a checkpoint restores.
+# Optimizer attributes that callers may set between releases, and that a checkpoint restores.
 OF_STEPS = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
 
-# Parameters that `trials` names at most.
+# The largest number of parameters that `trials` names.
 _SHOWN = 4
 
 
 @dataclass(frozen=True, eq=False)
 class PrivateRun:
-    """A private model, what trains it, and what pays for it.
+    """A private model with everything that trains it and accounts for it.
 
     Attributes:
         settings: the arguments of `make_private`.
-        model: the private one.
+        model: the private model.
         loader: draws the logical batches.
-        step: owns the logical batch under way.
-        optimizers: release it, and step on the release.
+        step: holds the current logical batch.
+        optimizers: release the logical batch and step on the release.
         backward: clips, through the gates of the model's layers.
-        wrapper: the model's forward.
-        trial, place_trial: of the loader's microbatches; None where none are made.
+        wrapper: wraps the model's forward.
+        trial, place_trial: trials on the loader's microbatches; None if there are no trials.
         keys, spending: of the engine, which keeps them after `detach`.
         as_folder: whether checkpoints are folders.
     """
@@ -89,7 +89,7 @@ class PrivateRun:
     as_folder: bool
 
     def leave_ranks(self) -> None:
-        """Continue in a forked process, which is no rank; its keys are new already."""
+        """Continue in a forked process, which is not a rank and already has new keys."""
         self.loader.load_state_dict(self.loader.state_dict(), key=self.keys.sampling)
         self.step.leave_ranks()
         self.wrapper.leave_compiler("the process was forked")
@@ -112,8 +112,8 @@ class PrivateRun:
             return self._run_by_sample(losses, batch)
         if self.trial is not None and self.trial.is_by_sample:
             raise ValueError(
-                "engine.backward(losses) after engine.backward(loss_fn, batch): the forwards of "
-                "this run are not compared any more; pass the function for each of its batches"
+                "engine.backward(losses) after engine.backward(loss_fn, batch): trials no longer "
+                "compare the forwards of this run; pass the function for each of its batches"
             )
         self._run_losses(losses)
         return None if losses is given else losses.detach()
@@ -125,7 +125,7 @@ class PrivateRun:
             if losses.ndim == 1:
                 step.tracker.before_backward(losses.shape[0])
                 if losses.shape[0] == 0 and step.sums.ranks.everyone is None:
-                    # With other ranks an empty batch takes part in the exchanges.
+                    # With several ranks, an empty batch still takes part in the communication.
                     step.end_backward()
                     return
             with without_autocast(losses.device.type):
@@ -133,25 +133,25 @@ class PrivateRun:
                     self.backward.backward(losses)
 
     def _run_by_sample(self, loss_fn: LossFunction, batch: Any) -> Tensor:
-        """Run forward and backward one row at a time; returns the losses `[B]`."""
+        """Run forward and backward one row at a time, and return the losses `[B]`."""
         tracker, trial = self.step.tracker, self.trial
         mark = tracker.current
         if batch is None:
             raise ValueError(
-                "engine.backward(loss_fn, batch): expected the loader's batch, of which "
-                "loss_fn(model, sample) gets one row at a time"
+                "engine.backward(loss_fn, batch): expected the loader's batch; "
+                "loss_fn(model, sample) gets one row of it at a time"
             )
         if any(x.requires_grad for _, x in tensors_of(batch)):
             raise ValueError(
                 "engine.backward(loss_fn, batch): the batch holds outputs of the model. Pass the "
-                "losses of samples that a function or criterion of your own makes of these, "
+                "losses that a function or criterion of your own makes of the outputs, "
                 'engine.backward(F.cross_entropy(model(x), y, reduction="none")), or a criterion '
                 f"object of torch: {NAMES_OF_CRITERIA}"
             )
         if mark is None or mark.units is not None or self.backward.loss_reduction is not None:
             raise ValueError(
                 "engine.backward(loss_fn, batch): takes batches of the private loader whose "
-                "samples are rows, without loss_reduction; pass losses of samples instead"
+                "samples are rows, and no loss_reduction; pass the samples' losses instead"
             )
         recording = self.backward.recording
         with self.step.noting_refusals():
@@ -178,10 +178,10 @@ class PrivateRun:
             sample, has_rows = exchanged(batch, [row], mark.size)
             if not has_rows:
                 raise PrivateRefusal(
-                    "engine.backward(loss_fn, batch): cannot tell which parts of the batch are of "
-                    "one sample: a list has an entry for each sample, and each entry as many rows "
-                    "as the batch has samples. Let collate_fn return a list of dicts, one for "
-                    "each sample, or pass losses of samples"
+                    "engine.backward(loss_fn, batch): cannot tell which parts of the batch belong "
+                    "to one sample: a list has an entry for each sample, but each entry also has "
+                    "as many rows as the batch has samples. Let collate_fn return a list of "
+                    "dicts, one for each sample, or pass the samples' losses"
                 ) from None
             loss = loss_fn(self.model, sample)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -219,28 +219,28 @@ class PrivateRun:
         return found
 
     def _refuse_tried(self, refusal: str | None) -> None:
-        """Raise where a trial was refused, on all ranks."""
+        """Raise on all ranks if a trial was refused."""
         try:
             self.backward.proof.refuse(refusal)
         except RuntimeError as error:
-            # A loop that catches the error meets it again.
+            # If the loop catches the error, the next batch raises it again.
             if self.trial is not None:
                 self.trial.restart(str(error))
             self.backward.discard()
             raise
 
     def _losses_of_samples(self, losses: Tensor) -> Tensor:
-        """Losses [B] of samples, or a scalar where loss_reduction is declared."""
+        """Return losses [B] of samples, or the scalar if loss_reduction is declared."""
         is_tensor = isinstance(losses, Tensor)
         dims = (1,) if self.backward.loss_reduction is None else (0, 1)
         if not is_tensor or losses.ndim not in dims:
             raise PrivateRefusal(
                 "losses is not one loss per sample: expected a tensor [B] in each batch. Use "
-                "dpflash.losses, or reduction='none', and losses.flatten(1).mean(1) of [B, ...], "
-                "also in compute_loss of a DPTrainer. In a loop of your own a scalar is taken "
-                "only where it is a reduction over samples, declared by "
-                "make_private(loss_reduction='mean' or 'sum'), as a classifier's is; that of a "
-                "language model of Hugging Face, over tokens, is not",
+                "dpflash.losses, or reduction='none' (then losses.flatten(1).mean(1) if its shape "
+                "is [B, ...]), also in compute_loss of a DPTrainer. In your own loop, a scalar is "
+                "accepted only if it is a mean or sum over samples, such as a classifier's loss, "
+                "and make_private(loss_reduction='mean' or 'sum') declares it. The loss of a "
+                "Hugging Face language model is a mean over tokens, so it is not accepted",
                 losses=tuple(losses.shape) if is_tensor else type(losses).__name__,
             ) from None
         units = self.backward.forward.units
@@ -250,7 +250,7 @@ class PrivateRun:
                 losses = units.mean(losses)
             elif not (has_pairs and losses.shape[0] == units.size):
                 raise PrivateRefusal(
-                    "losses has another number of entries than the batch has rows: give one loss "
+                    "losses has another number of entries than the batch has rows: pass one loss "
                     "for each row, padding rows included, in the loader's order"
                     + (", or one for each pair" if has_pairs else "")
                     + f". {OF_TOKENS}",
@@ -262,26 +262,26 @@ class PrivateRun:
         ):
             raise PrivateRefusal(
                 "losses do not require grad, so they reach no private layer: compute them from "
-                "the model's output outside of torch.no_grad() and without detach(), also in a "
-                "batch none of whose rows counts: give those the weight 0"
+                "the model's output outside of torch.no_grad() and without detach(). If no row of "
+                "a batch should count, give its losses the weight 0"
             ) from None
         return losses
 
     def _is_tried(self, losses: Tensor) -> bool:
-        """Whether losses are of a trial, which has no backward; compares those that follow it."""
+        """Whether the losses are a trial's, which has no backward; also checks real losses."""
         trial, place_trial = self.trial, self.place_trial
         if place_trial is not None and place_trial.is_running:
             self.step.begin_trial()
             if losses.ndim:
                 place_trial.take(losses)
             self.backward.record_place(losses)
-            self._refuse_tried(None)  # A rank that has ended is noticed before the next forward.
+            self._refuse_tried(None)  # notices a rank that has ended before the next forward
             return True
         if self.backward.record(losses):
             return True
         if trial is not None and trial.decides and not trial.is_by_sample:
             self._refuse_tried(trial.refusal(losses))
-        # Last, since messages of other refusals are more precise.
+        # Last, since the other refusals have more precise messages.
         if place_trial is not None:
             if place_trial.waits and losses.ndim:
                 place_trial.take(losses)
@@ -291,14 +291,14 @@ class PrivateRun:
     # Reports
 
     def remaining_steps(self) -> int | None:
-        """How many more steps like the next one the budget allows; None without a budget."""
+        """See `PrivacyEngine.remaining_steps`."""
         return self.step.charge.remaining_steps(self.step.options.noise_multiplier)
 
     def groups(self) -> ClippingGroups:
-        """The clipping groups of the private model: their parameters, bounds and sensitivity.
+        """Return the clipping groups of the private model: parameters, bounds and sensitivity.
 
         Returns:
-            A sequence of `GroupInfo`, with the sensitivity of the whole; as text, a table.
+            A sequence of `GroupInfo`, with the total sensitivity; as text, a table.
 
         Raises:
             ValueError: no model is private.
@@ -307,7 +307,7 @@ class PrivateRun:
         return describe_groups(self.backward.groups, self.backward.names, bound)
 
     def plan(self) -> ClippingPlan:
-        """How each matrix parameter's clipped gradient is computed, and why.
+        """Return how each matrix parameter's clipped gradient is computed, and why.
 
         Costs are for the shapes of the last forward, so run the model once before.
 
@@ -315,14 +315,14 @@ class PrivateRun:
             A sequence of `PlannedUse`; as text, a table.
 
         Raises:
-            ValueError: no model is private, or it has not run since it is, or it is compiled by
-                optimize="aggressive", where nothing is planned.
+            ValueError: no model is private, or the private model has not run yet, or
+                optimize="aggressive" compiled it, where nothing is planned.
         """
         if self.wrapper.optimization.compiled:
             raise ValueError(
-                "plan() with optimize='aggressive': every layer of the compiled model keeps its "
-                "per-sample gradients, so nothing is planned; engine.optimization says what that "
-                "takes. Pass optimize='balanced' for a planned model"
+                "plan() with optimize='aggressive': every layer of the compiled model stores its "
+                "per-sample gradients, so nothing is planned; engine.optimization states their "
+                "memory. Pass optimize='balanced' for a planned model"
             )
         parallel = getattr(self.model, "context_parallel", None)
         context = "" if parallel is None else parallel.plan()
@@ -347,10 +347,10 @@ class PrivateRun:
         )
 
     def report(self) -> dict[str, Any]:
-        """What a model card says of the run, but for epsilon and the ledger, as plain values."""
+        """The facts of a model card, without epsilon and the ledger, as plain values."""
         plan, options = self.loader.plan, self.step.options
         public = self.public.as_dict()
-        del public["lengths"]  # unless it is declared, it says whether drawn samples differ
+        del public["lengths"]  # unless declared, it shows whether drawn samples differ in length
         return {
             "privacy_unit": self.public.unit,
             "sampler": self.loader.sampler_name,
@@ -418,7 +418,6 @@ class PrivateRun:
         return " ".join(said)
 
     def _pending(self) -> str:
-        """Why `verified` is pending."""
         is_few, slots = self.backward.proof.waiting
         if is_few or not slots:
             return "Too few samples were in one batch with others so far."
@@ -432,16 +431,17 @@ class PrivateRun:
         )
 
     def diagnostics(self) -> dict[str, Any]:
-        """Numbers for debugging. PRIVATE: no epsilon covers them; do not release.
+        """Return numbers for debugging. PRIVATE: no epsilon covers them; do not release them.
 
         Returns:
-            per_sample_norms: of the samples of the last backward, padding rows left out (of the
-            last group when per_layer);
-            clip_fraction: over all samples so far;
-            nonfinite_samples: samples so far that added nothing, since their loss or gradient
-            was NaN or infinite, such as by a label out of range;
-            bad_entries: samples so far that added nothing, since they could not be read or put
-            into a batch; and entries of the dataset to which unit_of gives no unit.
+            A dict:
+            per_sample_norms: gradient norms of the samples of the last backward, without padding
+            rows (with clipping="per_layer", the norms of the last group);
+            clip_fraction: fraction of all samples so far that were clipped;
+            nonfinite_samples: number of samples so far that contributed zero because their loss
+            or gradient was NaN or infinite, for example because of a label out of range;
+            bad_entries: number of samples so far that contributed zero because they could not be
+            read or collated, and of entries for which unit_of returns no unit.
         """
         statistics = self.backward.statistics
         squares = statistics.squared_norms
@@ -455,10 +455,10 @@ class PrivateRun:
     def prepare(self, batch: int | PackedBatch) -> None:
         """Prepare the model for a batch that did not come from the loader.
 
-        Only packed batches, and models that torch.compile compiled, need it.
+        Call this for packed batches, and for models compiled by torch.compile.
 
         Args:
-            batch: the packed batch, of all ranks of a context, or the number of rows.
+            batch: the packed batch (the whole batch of all context ranks), or the number of rows.
         """
         if isinstance(batch, PackedBatch):
             self.backward.begin_microbatch(batch.max_documents, batch.units)
@@ -480,32 +480,32 @@ class PrivateRun:
         checkpoint_dict: dict[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
-        """Write everything that a later process needs to go on, with any number of ranks.
+        """Write everything that a later process, with any number of ranks, needs to resume.
 
-        That is parameters, optimizer, spent privacy, noise counter and the loader's position,
-        without an unfinished logical batch. The checkpoint is always the old one or the new one.
-        With a seed it holds the keys of noise and draws. Only its owner can read it: keep it to
-        yourself, and release model.state_dict() instead.
+        The checkpoint contains the parameters, the optimizer's state, the spending, the noise
+        counter and the loader's position, without an unfinished logical batch. It replaces an
+        older checkpoint atomically. With a seed it contains the keys of noise and sampling. Its
+        permissions let only its owner read it: keep it secret, and release model.state_dict().
 
         Args:
             path: the file; with a mesh a folder, on a file system that all ranks share. All ranks
                 call this together.
             extra: plain values (numbers, strings, lists, tensors) that load_checkpoint returns;
-                with a mesh, those of the first rank.
-            module, optimizer: Opacus' arguments; those of this engine or None.
-            noise_scheduler, grad_clip_scheduler: of Opacus, whose state is stored too.
+                with a mesh, the values of the first rank.
+            module, optimizer: for compatibility with Opacus; this engine's objects or None.
+            noise_scheduler, grad_clip_scheduler: Opacus' schedulers, whose state is stored too.
             checkpoint_dict: Opacus' name of extra.
 
         Raises:
-            ValueError: extra holds what could not be read again; path is a folder where a file
-                is to be written, or the reverse; module or optimizer is another one.
+            ValueError: extra contains values that cannot be stored; path is a folder where a file
+                must be written, or the reverse; module or optimizer is not this engine's.
             RuntimeError: a buffer or a frozen parameter changed, see make_private(allow_buffers=);
-                or another rank failed. The checkpoint before this one is unchanged.
+                or another rank failed. An older checkpoint is unchanged.
         """
         refuse_keywords_of(self.save_checkpoint, unknown)
         self._require_own(module, optimizer)
         if extra is not None and checkpoint_dict is not None:
-            raise ValueError("checkpoint_dict with extra, which is the same: pass one of them")
+            raise ValueError("checkpoint_dict with extra: these are the same; pass one of them")
         extra = checkpoint_dict if extra is None else extra
         theirs = {"noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
         self.step.sums.ranks.run_on_all("save_checkpoint", self.model.state_dict)
@@ -528,31 +528,31 @@ class PrivateRun:
         grad_clip_scheduler: Scheduler | None = None,
         **unknown: Any,
     ) -> dict[str, Any]:
-        """Go on from a checkpoint, after the same make_private call.
+        """Resume from a checkpoint, after the same make_private call.
 
         The number of ranks, and how the model is sharded over them, may differ from the run that
-        wrote it, and a mesh reads files too. With a mesh all ranks call this together.
+        wrote the checkpoint. With a mesh, path may be a file too; all ranks call this together.
 
         The run continues under new keys of noise and sampling, since another process may have
-        gone on from the same checkpoint. Each continuation is a branch, which lines of the ledger
-        name; their epsilons compose, and `dpflash budget LEDGER LEDGER` counts what they have in
-        common once. Releases in the ledger that the checkpoint does not know stay counted. With a
-        seed the run continues bit for bit as if it had not stopped, unless there are such.
+        resumed from the same checkpoint. Each continuation is a branch with a name in the ledger.
+        The branches' epsilons compose; `dpflash budget LEDGER LEDGER` counts their common releases
+        once. Releases that are in the ledger but later than the checkpoint stay counted. Without
+        such releases, a seeded run continues bit for bit as if it had not stopped.
 
         Args:
-            path: of a file or folder that save_checkpoint wrote.
-            module, optimizer: Opacus' arguments; those of this engine or None.
-            noise_scheduler, grad_clip_scheduler: of Opacus; they get back the states that
-                save_checkpoint stored.
+            path: path of a file or folder that save_checkpoint wrote.
+            module, optimizer: for compatibility with Opacus; this engine's objects or None.
+            noise_scheduler, grad_clip_scheduler: Opacus' schedulers, whose stored states are
+                restored.
 
         Returns:
-            What save_checkpoint got as `extra`.
+            The `extra` that was passed to save_checkpoint.
 
         Raises:
-            FileNotFoundError, ValueError: it is missing or damaged, or does not fit; nothing is
-                changed then.
-            RuntimeError: where steps were released already and no ledger remembers them, or
-                another rank could not read the checkpoint.
+            FileNotFoundError, ValueError: the checkpoint is missing or damaged, or does not match
+                the make_private call; nothing has been changed.
+            RuntimeError: this engine has released steps that no ledger records, or another rank
+                could not read the checkpoint.
         """
         refuse_keywords_of(self.load_checkpoint, unknown)
         self._require_own(module, optimizer)
@@ -576,27 +576,27 @@ class PrivateRun:
         return restore_schedulers(state["extra"], theirs)
 
     def _require_own(self, module: nn.Module | None, optimizer: object) -> None:
-        """Refuse another model or optimizer than this run's."""
         own = optimizer if listed(optimizer) == self.optimizers else self.optimizers
         require_own(module=(module, self.model), optimizer=(optimizer, own))
 
     def state_dict(self) -> dict[str, str]:
-        """What `save_checkpoint` stores besides the states of model and optimizer.
+        """Return what `save_checkpoint` stores besides the states of model and optimizer.
 
-        For torch.distributed.checkpoint, whose Stateful protocol it follows with
-        `load_state_dict`, and for checkpoints of your own: save it with model.state_dict() and
-        optimizer.state_dict(), and load all three. Its one value is a text, equal on all ranks.
+        Use it for torch.distributed.checkpoint (with `load_state_dict` it implements the Stateful
+        protocol) or for your own checkpoints: save it with model.state_dict() and
+        optimizer.state_dict(), and load all three. Its only value is a string, equal on all ranks.
         """
         return checkpoint.as_text(self._own_state({}))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict()` as `load_checkpoint` does, but for model and optimizer.
+        """Resume from a `state_dict()` as `load_checkpoint` does, without model and optimizer.
 
         All ranks call this together, after the same make_private call.
 
         Raises:
-            ValueError: it is not that of an engine, or does not fit; nothing is changed then.
-            RuntimeError: steps were released already and no ledger remembers them.
+            ValueError: state_dict is not an engine's, or does not match the make_private call;
+                nothing has been changed.
+            RuntimeError: this engine has released steps that no ledger records.
         """
         where, ranks = "state_dict", self.step.sums.ranks
 
@@ -611,7 +611,7 @@ class PrivateRun:
 
     @property
     def _fixed(self) -> dict[str, Any]:
-        """What `make_private` fixes and a resumed run must have in common with a checkpoint."""
+        """Settings of `make_private` that must be the same in a checkpoint and a resumed run."""
         return {
             "sampling": self.loader.plan.scheme,
             "clipping": self.settings.clipping,
@@ -620,7 +620,7 @@ class PrivateRun:
         }
 
     def _own_state(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """Contents of a checkpoint besides model and optimizer; the same on all ranks."""
+        """The contents of a checkpoint without model and optimizer; the same on all ranks."""
         checkpoint.check_extra(extra)
         ledger, block = self.spending.ledger, self.step.charge.block.state_dict()
         return {
@@ -641,7 +641,7 @@ class PrivateRun:
         if missing:
             raise ValueError(
                 f"{where}: another version of dpflash wrote it, without {', '.join(missing)}; "
-                "load it with that version"
+                "load it with the version that wrote it"
             )
         checkpoint.check_fits(
             where,
@@ -652,7 +652,7 @@ class PrivateRun:
         )
 
     def _restore(self, where: str, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint that fits, or from an engine's own part of it."""
+        """Resume from the contents of a matching checkpoint, with or without model states."""
         step, ledger = self.step, self.spending.ledger
         spent = not self.spending.is_empty or step.releases
         if ledger is None and spent and not self.keys.knows_all(state, step.releases):
@@ -678,11 +678,11 @@ class PrivateRun:
 
 
 class Attachment:
-    """What the layers of a private model know of its run, and of its engine while that lives.
+    """Links the layers of a private model to its run and, by a weak reference, to its engine.
 
     Args:
-        run: of the model.
-        detach: of the engine, which the model does not keep alive.
+        run: the model's run.
+        detach: the engine's method; the model does not keep the engine alive.
     """
 
     def __init__(self, run: PrivateRun, detach: Callable[[nn.Module], object]) -> None:
@@ -691,13 +691,13 @@ class Attachment:
 
     @property
     def is_orphan(self) -> bool:
-        """Whether the engine is gone."""
+        """Whether the engine no longer exists."""
         return self._detach() is None
 
     def give_back(self) -> str | None:
-        """Make the model plain, drop an open batch, and refuse further releases.
+        """Make the model not private, drop an open batch, and refuse further releases.
 
-        Returns why the model is not for release, if it is not.
+        Return why the model must not be released, or None.
         """
         run = self._run
         run.loader.tracker.abandon()
@@ -705,7 +705,7 @@ class Attachment:
         refusal = run.wrapper.unchanged.leaving()
         if refusal is not None:
             warn(
-                f"the model that is given back is not for release: {refusal}",
+                f"the detached model is not for release: {refusal}",
                 PrivateWarning,
             )
         run.wrapper.remove()
@@ -721,18 +721,18 @@ class Attachment:
         """Refuse another engine while this one uses the model.
 
         Raises:
-            ValueError: the engine lives, and has released nothing yet or has an open batch.
+            ValueError: the engine exists, and has released nothing yet or has an open batch.
         """
         step = self._run.step
         if not self.is_orphan and (step.is_open or not step.releases):
             raise ValueError(
-                "module is private already: another PrivacyEngine uses it, which has "
+                "module is private already: another PrivacyEngine uses it and has "
                 + ("a batch to release" if step.is_open else "released nothing yet")
                 + ". Call engine.detach(model) of that engine first"
             )
 
     def hand_over(self) -> None:
-        """Give the model back for another engine; its own, if it lives, has none then."""
+        """Detach the model for another engine; its own engine, if it exists, loses the model."""
         detach = self._detach()
         if detach is None:
             self.give_back()
@@ -741,17 +741,17 @@ class Attachment:
 
 
 def attachments_of(module: nn.Module) -> list[Attachment]:
-    """The attachments of all private layers of a model; none for a plain one."""
+    """Return the attachments of all private layers of a model."""
     layers = (m for m in module.modules() if isinstance(m, PrivateModule))
     found = dict.fromkeys(layer._dpflash.backward.attachment for layer in layers)
     return [attachment for attachment in found if isinstance(attachment, Attachment)]
 
 
 def take_over(module: nn.Module) -> int:
-    """Make a model plain if it is private, and return how many releases it has had so far.
+    """Detach a model if it is private, and return the number of its releases so far.
 
     Raises:
-        ValueError: one of them still uses it; nothing is changed then.
+        ValueError: an engine still uses the model; nothing has been changed.
     """
     attachments = attachments_of(module)
     for attachment in attachments:
@@ -761,5 +761,5 @@ def take_over(module: nn.Module) -> int:
     return sum(_releases.get(m, 0) for m in module.modules())
 
 
-# The releases of models that were given back.
+# The number of releases of each model that was detached.
 _releases: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()

@@ -13,7 +13,7 @@ from ._parser import Names, Parser, as_typed
 __all__ = ["main"]
 
 _INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
-_BROKEN_PIPE = 141  # and for one that writes to a program that has ended
+_BROKEN_PIPE = 141  # what a shell reports for a program that writes to a closed pipe
 # Subcommand -> the file of this package that implements it, and its line in `dpflash --help`.
 _COMMANDS = {
     "train": ("train", "train a language model on your files, privately"),
@@ -33,7 +33,7 @@ _COMMANDS = {
 
 
 def _build_parser(command: str | None) -> Parser:
-    """The parser of `dpflash`. Only the subcommand `command` is imported and gets arguments."""
+    """Build the parser of `dpflash`. Only the subcommand `command` is imported."""
     parser = Parser(
         prog="dpflash", description="Differentially private training of long-context transformers."
     )
@@ -50,8 +50,8 @@ def _build_parser(command: str | None) -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit status.
 
-    That is 2 for an invalid argument or file, 130 after Ctrl-C, 141 where the reader of a pipe has
-    ended, else the subcommand's.
+    The status is 2 for an invalid argument or file, 130 after Ctrl-C, 141 if the reader of a pipe
+    has ended, else the subcommand's status.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = _build_parser(argv[0] if argv else None)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:  # such as in `dpflash check FILE.py:FUNCTION | head`
-        # Python flushes stdout once more at its exit.
+        # Python flushes stdout again at exit, which must not raise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except (ValueError, OSError, PrivateRefusal) as error:

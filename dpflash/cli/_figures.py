@@ -19,13 +19,13 @@ from ._tables import described
 
 _MAX_POINTS = 60
 _EPSILONS, _ALPHAS = 64, 401
-_NEGLIGIBLE_DELTA = 1e-3  # smaller deltas change the curve by less than the plot can show
+_NEGLIGIBLE_DELTA = 1e-3  # smaller deltas change the curve too little to be visible
 _BLUE, _GREY = "#1f5fa8", "#666666"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Epsilon after some numbers of steps; NaN if it is not finite."""
+    """Epsilon after each of `steps`; NaN if epsilon is not finite."""
 
     label: str
     steps: Sequence[int]
@@ -43,7 +43,7 @@ class Tradeoff:
 
 
 def check_plot(path: str, accountant: str) -> None:
-    """Raise a ValueError, before anything is computed, if a plot could not be drawn or written."""
+    """Raise ValueError, before anything is computed, if a plot could not be drawn or written."""
     if Path(path).suffix.lower() != ".png":
         raise ValueError(f"plot={path!r}: expected a PNG file; pass a name such as epsilon.png")
     if Path(path).is_dir():
@@ -51,7 +51,7 @@ def check_plot(path: str, accountant: str) -> None:
     if not Path(path).parent.is_dir():
         raise ValueError(
             f"plot={path!r}: there is no directory {str(Path(path).parent)!r}; create it first, "
-            "or pass another"
+            "or pass another path"
         )
     if accountant == "prv":
         raise ValueError(
@@ -69,7 +69,7 @@ def check_plot(path: str, accountant: str) -> None:
 def epsilon_curve(
     accountant: str, event: Event, count: int, delta: float, *, is_thin: bool = False
 ) -> Curve:
-    """Upper bound of epsilon at delta over up to `count` events; has more points at the begin."""
+    """Return epsilon's upper bound over up to `count` events, with more points at the start."""
     steps = sorted({count * i * i // _MAX_POINTS**2 for i in range(_MAX_POINTS + 1)})
     epsilons = []
     for step in steps:
@@ -81,10 +81,10 @@ def epsilon_curve(
 
 
 def tradeoff_of(accountant: Accountant) -> Tradeoff:
-    """`Accountant.get_beta` at many type I errors at once, on one grid of epsilons.
+    """Compute `Accountant.get_beta` at many type I errors at once, on one grid of epsilons.
 
-    Each epsilon gives two lines that bound the curve from below. The grid is coarser than that of
-    `get_beta`, so the result is still a lower bound.
+    Each epsilon gives two lines that bound the curve from below. The grid is coarser than
+    `get_beta`'s grid, but the result is still a lower bound.
     """
     high = accountant.get_epsilon(_NEGLIGIBLE_DELTA)
     epsilons = np.linspace(0.0, high if 0 < high < 600 else 1.0, _EPSILONS)
@@ -106,7 +106,7 @@ def draw(
     unit: str = "step",
     target_epsilon: float | None = None,
 ) -> Any:
-    """A matplotlib Figure: epsilon over the steps (left) and the trade-off curve (right)."""
+    """Draw a matplotlib Figure: epsilon over the steps (left), the trade-off curve (right)."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -144,7 +144,7 @@ def draw(
 
 
 def draw_errors(runs: Sequence[BandsOfRun], best: BandsOfRun) -> Any:
-    """A matplotlib Figure: the error over the bands, a line for each batch size and epochs."""
+    """Draw a matplotlib Figure: error over bands, one line per batch size and epochs."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.5, 4), layout="constrained")

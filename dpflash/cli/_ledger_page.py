@@ -1,4 +1,4 @@
-"""The page of `dpflash ledger report`: what a ledger says, for auditors, as one HTML file."""
+"""The HTML page of `dpflash ledger report`, which presents ledgers to auditors."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ code { font: .85rem/1.4 ui-monospace, monospace; }
 
 
 def page(proofs: Mapping[str, Proof], *, delta: float, key: str | None) -> str:
-    """The page of verified ledgers of the same data.
+    """Return the page of verified ledgers of the same data.
 
     Args:
-        proofs: by the name of each ledger.
-        delta: of all epsilons.
-        key: the public key whose signature was asked for; None for no key.
+        proofs: name of each ledger -> its `Proof`.
+        delta: delta at which every epsilon is computed.
+        key: the public key that was passed to `verify`, or None.
     """
     ledgers, names = [proof.ledger for proof in proofs.values()], ", ".join(proofs)
     spending, lines = together(ledgers, DEFAULT_ACCOUNTANT)
@@ -264,7 +264,7 @@ def _list(texts: Iterable[str]) -> str:
 
 
 def _facts(*facts: tuple[str, str], wide: Iterable[str] = ()) -> str:
-    """Names and values, in as many columns as fit; those of `wide` in one."""
+    """Return names and values in as many columns as fit; names in `wide` take a whole row."""
     rows = [
         f"<div{' class=wide' if name in wide else ''}><dt>{escape(name)}<dd>{escape(value)}</div>"
         for name, value in facts

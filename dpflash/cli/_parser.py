@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-# The metavar of an option -> the type of its value. Values of other metavars are text.
+# Metavar of an option -> type of its value. Values of options with other metavars are text.
 _TYPES: dict[str, type] = {
     **dict.fromkeys(("B", "K", "M", "N"), int),
     **dict.fromkeys(("C", "D", "E", "F", "P", "Q", "R", "S", "SECONDS", "T", "X"), float),
@@ -18,9 +18,9 @@ _TYPES: dict[str, type] = {
 def add_options(
     parser: argparse._ActionsContainer, options: Mapping[str, str], required: Collection[str] = ()
 ) -> None:
-    """Add options from a table of their usages and helps.
+    """Add options from a table of usages and help texts.
 
-    A usage is "--delta D", "--batch-size B..." for one value or more, or "--pack" for a flag.
+    A usage is "--delta D", "--batch-size B..." for one or more values, or "--pack" for a flag.
     """
     for usage, text in options.items():
         flag, _, word = usage.partition(" ")
@@ -39,13 +39,13 @@ def add_options(
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: "; did you mean ...?", or "" if no name is similar."""
+    """Return the end of an error message, "; did you mean ...?", or "" if no name is similar."""
     close = difflib.get_close_matches(name, list(known), n=2)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def as_typed(message: str, parser: argparse.ArgumentParser) -> str:
-    """A message about arguments, with the options that set them: `--steps 0` for `steps=0`."""
+    """Replace arguments in a message by the command's options: `--steps 0` for `steps=0`."""
     options = _options_of(parser)
 
     def typed(found: re.Match[str]) -> str:
@@ -59,7 +59,7 @@ def as_typed(message: str, parser: argparse.ArgumentParser) -> str:
             return options.get(f"no_{name}", f"no {option}")
         return option if value == "True" or not equals else f"{option} "
 
-    # Not what belongs to Python (`make_private(steps=)`, `optimizer.steps`), a path or a text.
+    # Python code (`make_private(steps=)`, `optimizer.steps`), paths and quoted texts are kept.
     option = r"(?<![\w.(/'\"-])([a-z_]+)\b(?!\()(=(?:(True|False|None)\b)?)?"
     parts = re.split(r"((?<!\w)'[^']*'|\([^()]*\))", message)
     parts[::2] = [re.sub(option, typed, part) for part in parts[::2]]
@@ -67,7 +67,6 @@ def as_typed(message: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _options_of(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Option by the name of its argument, of subcommands too."""
     found = {}
     for action in parser._actions:
         for option in action.option_strings:
@@ -84,7 +83,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As in argparse, but the parser of a subcommand raises for unknown arguments itself."""
+        """Parse as argparse does, but raise for unknown arguments in a subcommand's parser too."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option = next((u.partition("=")[0] for u in unknown if u.startswith("-")), "")
@@ -94,7 +93,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Names(argparse._SubParsersAction):
-    """The subcommands; suggests a name for an unknown one."""
+    """The action of subcommands, which suggests names for an unknown subcommand."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

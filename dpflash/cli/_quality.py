@@ -1,4 +1,4 @@
-"""`dpflash calibrate --for quality`: the run with the least error at an epsilon."""
+"""`dpflash calibrate --for quality`: finds the run with the least error at an epsilon."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run_quality(args: argparse.Namespace) -> int:
     found: list[BandsOfRun] = []
     with accounting():
         runs = list(product(sizes, args.epochs))
-        # The bar is for terminals alone, and appears where the search takes long.
+        # The bar appears only in terminals, and only if the search takes long.
         for size, epochs in tqdm(runs, unit="run", delay=2, disable=None, leave=False):
             found += compare_bands(
                 num_samples=args.num_samples,
@@ -124,7 +124,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _batch_sizes(args: argparse.Namespace) -> list[int]:
-    """The batch sizes to compare; of a single one also half and double, where possible."""
+    """Return the batch sizes to compare; for a single size also its half and double."""
     sizes = sorted(set(args.batch_size))
     if len(args.batch_size) > 1:
         return sizes
@@ -134,7 +134,7 @@ def _batch_sizes(args: argparse.Namespace) -> list[int]:
 
 
 def _fitting_bands(args: argparse.Namespace, size: int, epochs: float) -> list[int] | None:
-    """The bands asked for that fit the run, and always one; None for powers of two."""
+    """Return the requested numbers of bands that the run allows, and 1; None: powers of two."""
     if args.bands is None:
         return None
     batches = max(1, -(-args.num_samples // size))

@@ -1,4 +1,4 @@
-"""The run that command-line options describe: sampler, number of steps, neighboring relation."""
+"""Reads a run from command-line options: sampler, number of steps, neighboring relation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ POISSON, FIXED_SIZE, SHUFFLED = "poisson", "fixed_size", "shuffled"
 TRUNCATED_POISSON, CYCLIC_POISSON = "truncated_poisson", "cyclic_poisson"
 ALLOCATION = "random_allocation"
 
-# Sampler -> the arguments that it uses, besides the noise.
+# Sampler -> the arguments that it uses in addition to the noise.
 _USES = {
     POISSON: ("sample_rate", "batch_size", "num_samples", "examples_per_unit", "steps"),
     FIXED_SIZE: ("batch_size", "num_samples", "steps"),
@@ -58,7 +58,7 @@ _INSTEAD = {
     "examples_per_unit": "drop it, or pass --sampler poisson",
     "bands": "drop it, or pass --sampler cyclic_poisson",
 }
-# The first are attributes of a run.
+# The first five are attributes of a `Run`, see OF_RUN.
 COUNTS = (
     *("batch_size", "num_samples", "max_batch_size", "examples_per_unit", "bands"),
     *("steps", "epochs"),
@@ -101,7 +101,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run. None stands for a value that is unknown or does not apply to the sampler."""
+    """A run. None means that a value is unknown or does not apply to the sampler."""
 
     sampler: str
     neighboring_relation: str
@@ -110,8 +110,8 @@ class Run:
     batch_size: int | None
     num_samples: int | None
     max_batch_size: int | None
-    examples_per_unit: int | None  # the most samples of one unit; None if each sample is a unit
-    bands: int | None  # of the noise
+    examples_per_unit: int | None  # largest number of samples of a unit; None: a sample is a unit
+    bands: int | None  # number of bands of the noise
 
     @property
     def counts_epochs(self) -> bool:
@@ -125,12 +125,12 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Steps of an epoch of random allocation."""
+        """The number of steps of an epoch of random allocation."""
         assert self.batch_size is not None and self.num_samples is not None
         return -(-self.num_samples // self.batch_size)
 
     def event(self, noise_multiplier: float) -> Event:
-        """The event of one step, or of one epoch of a shuffled loader, with this noise."""
+        """Return the event of one step, or one epoch of a shuffled loader, with this noise."""
         kind = UnitPoissonGaussian if self.examples_per_unit else _EVENTS[self.sampler]
         own = {f.name: getattr(self, f.name) for f in fields(kind) if hasattr(self, f.name)}
         if self.bands is not None:
@@ -140,13 +140,13 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """What one event pays for: a step, an epoch, or a round of this many steps."""
+        """What one event pays for: a step, an epoch, or a round of several steps."""
         if self.bands is not None:
             return f"round of {self.bands} steps"
         return "epoch" if self.counts_epochs else "step"
 
     def events(self, count: int | None = None) -> int:
-        """How many events `count` steps or epochs cost, by default all."""
+        """Return how many events `count` steps or epochs cost; by default all of the run."""
         count = self.count if count is None else count
         assert count is not None
         return -(-count // (self.bands or 1))
@@ -156,18 +156,18 @@ class Run:
         return self.count is not None and self.event(1.0).failure() * self.count >= delta
 
     def epoch(self) -> int:
-        """Expected number of steps in one epoch; 1 where epochs are counted."""
+        """Return the expected number of steps of one epoch; 1 if `count` counts epochs."""
         if self.counts_epochs:
             return 1
         assert self.sample_rate is not None
         return epochs_to_steps(epochs=1, sample_rate=self.sample_rate)
 
     def accountant(self, name: str) -> Accountant:
-        """An empty accountant under the run's relation."""
+        """Return an empty accountant under the run's relation."""
         return create_accountant(name, neighboring_relation=self.neighboring_relation)
 
     def spent(self, name: str, noise_multiplier: float, count: int | None = None) -> Accountant:
-        """An accountant of the whole run, or of `count` of its steps or epochs."""
+        """Return an accountant of the whole run, or of `count` steps or epochs of it."""
         accountant = self.accountant(name)
         accountant.compose(self.event(noise_multiplier), self.events(count))
         return accountant
@@ -176,7 +176,7 @@ class Run:
 def add_run_arguments(
     parser: argparse.ArgumentParser, usages: Mapping[str, str] | None = None
 ) -> None:
-    """Add the arguments that describe a run. `usages` replaces usages of options by others."""
+    """Add the arguments that describe a run. `usages` maps some options' usages to others."""
     usages = usages or {}
     options = {usages.get(usage, usage): text for usage, text in _OPTIONS.items()}
     add_options(parser, options, required=["--delta"])
@@ -184,10 +184,10 @@ def add_run_arguments(
 
 
 def run_of(args: argparse.Namespace) -> Run:
-    """The run that the arguments describe; refuses those that are wrong, unused or missing.
+    """Return the run that the arguments describe; refuse wrong, unused or missing arguments.
 
-    Its `count` or `sample_rate` is None if no argument determines it; callers decide whether that
-    is an error.
+    `count` or `sample_rate` is None if no argument determines it; callers decide whether this is
+    an error.
     """
     one_of(sampler=(args.sampler, tuple(_USES)))
     one_of(neighboring_relation=(args.neighboring_relation, (None, *RELATIONS)))
@@ -211,7 +211,7 @@ def run_of(args: argparse.Namespace) -> Run:
         raise ValueError(
             "bands=None: the cyclic_poisson sampler needs it; pass --bands N, or --sampler poisson"
         )
-    # Create an event, so that invalid values raise before a search starts.
+    # Creating an event raises for invalid values before a search starts.
     (replace(run, sample_rate=1.0) if run.lacks_rate else run).event(1.0)
     problem = args.num_samples and large_delta(args.delta, args.num_samples, "sample")
     if problem:
@@ -240,13 +240,13 @@ def _refuse_unused(args: argparse.Namespace) -> None:
 
 
 def sample_rate_of(args: argparse.Namespace) -> float | None:
-    """The sample rate, given directly or as two numbers of samples; None if neither is given."""
+    """Return the sample rate from --sample-rate or from two sizes; None if neither is given."""
     rate, batch_size, num_samples = args.sample_rate, args.batch_size, args.num_samples
     if rate is not None:
         PoissonGaussian(noise_multiplier=1.0, sample_rate=rate)
         if batch_size is not None:
             raise ValueError(
-                f"sample_rate={rate!r}, batch_size={batch_size!r}: expected one of them; drop "
+                f"sample_rate={rate!r}, batch_size={batch_size!r}: expected one of the two; drop "
                 "--sample-rate or --batch-size"
             )
     is_counted = args.sampler in (FIXED_SIZE, TRUNCATED_POISSON, ALLOCATION)
@@ -285,7 +285,7 @@ def sample_rate_of(args: argparse.Namespace) -> float | None:
 
 @contextmanager
 def accounting() -> Iterator[None]:
-    """Silence the "gdp" warning, which tables repeat, and turn ImportError into ValueError."""
+    """Silence the "gdp" warning, which tables state, and turn ImportError into ValueError."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="accountant='gdp'")
         try:

@@ -29,12 +29,12 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def rounded_up(value: float) -> str:
-    """The value rounded up to a few digits."""
+    """Return the value rounded up to a few digits."""
     return _rounded(value, ROUND_CEILING)
 
 
 def rounded_down(value: float) -> str:
-    """The value rounded down to a few digits."""
+    """Return the value rounded down to a few digits."""
     return _rounded(value, ROUND_FLOOR)
 
 
@@ -43,23 +43,23 @@ def _rounded(value: float, rounding: str) -> str:
 
 
 def upper_end(name: str, accountant: Accountant) -> str:
-    """The label of a value: an upper bound, or an approximation if the accountant has no bound."""
+    """Return the label of a value: an upper bound, or an approximation for some accountants."""
     return f"{name} (upper bound)" if accountant.is_bound else f"{name}, {_NO_BOUND}"
 
 
 def described(accountant: Accountant) -> str:
-    """The accountant's name, with a note if it is an approximation and not a bound."""
+    """Return the accountant's name, with a note if its epsilon is not an upper bound."""
     name = accountant.mechanism()
     return name if accountant.is_bound else f"{name}, {_NO_BOUND}"
 
 
 def as_json(report: dict[str, Any]) -> str:
-    """The report as one JSON object."""
+    """Return the report as one JSON object."""
     return json.dumps(finite(report), indent=2, allow_nan=False)
 
 
 def table(rows: Sequence[Sequence[str]], header: Sequence[str] | None = None) -> str:
-    """Rows of cells, all of one length, as a table; the header names the columns."""
+    """Return rows of cells, all of one length, as a table; `header` names the columns."""
     lines = [*([] if header is None else [header]), *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     cells = [[f"{c:<{w}}" for c, w in zip(line, widths, strict=True)] for line in lines]

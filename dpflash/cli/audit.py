@@ -1,4 +1,4 @@
-"""`dpflash audit` tests whether the library keeps the epsilon that it claims, by attacking it."""
+"""`dpflash audit` attacks private training to test whether the claimed epsilon holds."""
 
 from __future__ import annotations
 
@@ -135,20 +135,20 @@ def _from_options(args: argparse.Namespace) -> _Audit:
 
 
 def _from_run(args: argparse.Namespace) -> _Audit:
-    """The settings of a run's report; options that would change them are refused."""
     from ..release.load import report_of
 
     fixed = ("noise_multiplier", "sample_rate", "steps", "delta", "clipping", "accountant")
     for name in (*fixed, *_SIZES, "bands"):
         if getattr(args, name) is not None:
             raise ValueError(
-                f"{name}={getattr(args, name)!r} with --run, whose report has it; drop one of them"
+                f"{name}={getattr(args, name)!r} with --run, whose report has it; drop one of the "
+                "two"
             )
     path = report_of(Path(args.folder))
     if not path.is_file():
         raise ValueError(
-            f"run={args.folder!r}: has no {path.name}; pass the folder of a dpflash train run "
-            "that has ended, or of a DPTrainer that saved its model"
+            f"run={args.folder!r}: has no {path.name}; pass the folder of a finished dpflash "
+            "train run, or of a DPTrainer that saved its model"
         )
     report = json.loads(path.read_text(encoding="utf-8"))
     if not report["noise_multiplier"]:

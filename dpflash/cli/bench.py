@@ -1,4 +1,4 @@
-"""`dpflash bench`: measurements on this machine, as JSON, Markdown and a picture."""
+"""`dpflash bench`: runs benchmarks on this machine; results are JSON, Markdown and a picture."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OUT = {"--out DIR": "folder of the results, made if missing"}
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
-    """The description and the arguments of `dpflash bench`."""
+    """Add the description and the arguments of `dpflash bench`."""
     from dpflash.bench.suites import SUITES
 
     parser.description = (
@@ -83,7 +83,7 @@ def _run_suites(args: argparse.Namespace) -> int:
     from dpflash.bench.suite import Request, has_figures, run_suite, wrong_rows
     from dpflash.bench.suites import suite_named
 
-    # Refuses its arguments before anything is measured.
+    # Invalid arguments raise here, before anything is measured.
     scaling = _scaling_suite(args) if args.suites == ["scaling"] else None
     request = Request(
         quick=args.quick,
@@ -109,7 +109,7 @@ def _run_suites(args: argparse.Namespace) -> int:
             )
             raise
         except Exception as error:
-            # The suites after it are asked for too.
+            # Go on with the next suites.
             traceback.print_exc()
             print(f"dpflash: error: bench {name} broke off: {brief(error)}", file=sys.stderr)
             wrong.append(f"all of {name}")
@@ -180,6 +180,6 @@ def _scaling_suite(args: argparse.Namespace) -> Suite:
         ranks = tuple(dict.fromkeys(int(part) for part in args.ranks.split(",")))
     except ValueError:
         raise ValueError(
-            f"ranks={args.ranks!r}: expected numbers between commas; pass such as 1,2,4"
+            f"ranks={args.ranks!r}: expected numbers between commas; pass a list such as 1,2,4"
         ) from None
     return scaling_suite(ranks, sections=args.sections.split(","))

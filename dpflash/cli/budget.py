@@ -1,4 +1,4 @@
-"""`dpflash budget`: the total epsilon of the runs in a ledger, and the steps that are left."""
+"""`dpflash budget`: computes the total epsilon of a ledger's runs, and the remaining steps."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def _module(where: str) -> ModuleType:
     path = Path(where)
     if not path.is_file():
         raise ValueError(f"{where}: there is no such file; check the path")
-    # As `python file.py` does, so that the file can import others of its folder.
+    # Like `python file.py`, so that the file can import other files of its folder.
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
@@ -88,7 +88,7 @@ def _module(where: str) -> ModuleType:
 
 
 def _call(target: str, function: Callable[[], Any]) -> Any:
-    """Call a user's code; print its traceback and raise a one-line ValueError if it fails."""
+    """Call the user's code; if it fails, print the traceback and raise a one-line ValueError."""
     try:
         return function()
     except (ValueError, OSError):

@@ -1,4 +1,4 @@
-"""`dpflash doctor`: the hardware and libraries of this machine, and the kernels that will run."""
+"""`dpflash doctor`: reports this machine's hardware and libraries, and the kernels that run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def machine_report() -> dict[str, Any]:
-    """The hardware and libraries of this machine, and its kernels, as plain values for JSON."""
+    """Return the machine's hardware, libraries and kernels, as plain values for JSON."""
     report: dict[str, Any] = {
         "dpflash": __version__,
         "system": platform.platform(),
@@ -127,7 +127,7 @@ def _triton() -> dict[str, str | None]:
     try:
         triton = import_module("triton")
     except ModuleNotFoundError:
-        why = "not installed; the GPU builds of PyTorch bring it, and a CPU needs none"
+        why = "not installed; the GPU builds of PyTorch bring it, and a CPU does not need it"
         return {"version": None, "why_not": why}
     except ImportError as error:
         return {"version": None, "why_not": f"cannot be imported: {error}"}
@@ -135,7 +135,7 @@ def _triton() -> dict[str, str | None]:
 
 
 def _cryptography() -> dict[str, Any]:
-    """Version of cryptography, and whether OpenSSL supports ChaCha20 (not in FIPS mode)."""
+    """Return cryptography's version, and whether OpenSSL supports ChaCha20 (not in FIPS mode)."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
@@ -210,7 +210,6 @@ def _warnings(report: dict[str, Any]) -> list[str]:
 
 
 def _untested(report: dict[str, Any]) -> list[str]:
-    """Releases that are newer than those of the tests."""
     versions = {name: report[name]["version"] for name in ("torch", "triton")}
     versions["transformers"] = report["optional"]["transformers"]
     return [

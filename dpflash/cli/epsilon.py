@@ -1,4 +1,4 @@
-"""`dpflash epsilon` computes the epsilon of a run, `dpflash calibrate` a run for an epsilon."""
+"""`dpflash epsilon` computes a run's epsilon; `dpflash calibrate` finds a run for an epsilon."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NOISE = {
 }
 
 
-# Options of which `calibrate --for quality` compares several values.
+# Options for which `calibrate --for quality` compares several values.
 _SEVERAL = {
     "--batch-size B": "--batch-size B...",
     "--bands N": "--bands N...",
@@ -112,7 +112,7 @@ def _run_calibrate(args: argparse.Namespace) -> int:
 
 
 def _take_single(args: argparse.Namespace) -> None:
-    """Replace lists by their only value, and refuse options that only --for quality has."""
+    """Replace lists by their only value; refuse options that only --for quality supports."""
     for name in ("parameters", "max_memory"):
         if (value := getattr(args, name)) is not None:
             raise ValueError(f"{name}={value!r}: drop it, or pass --for {QUALITY}")
@@ -121,7 +121,7 @@ def _take_single(args: argparse.Namespace) -> None:
         if values is None:
             continue
         if len(values) > 1:
-            raise ValueError(f"{name}={values!r}: pass one, or --for {QUALITY} to compare them")
+            raise ValueError(f"{name}={values!r}: pass one, or --for {QUALITY} to compare several")
         (value,) = values
         setattr(args, name, int(value) if value == value // 1 else value)
 
@@ -146,10 +146,10 @@ def _count_name(run: Run) -> str:
 
 
 def _solved(args: argparse.Namespace, run: Run) -> tuple[Run, float]:
-    """The run and its noise multiplier, with the unknown computed.
+    """Return the run and its noise multiplier, after computing the unknown value.
 
-    The computed value is rounded to few digits, so that it can be passed to --noise-multiplier
-    or --sample-rate, if the rounded value meets the target.
+    The computed value is rounded to few digits, to be passed to --noise-multiplier or
+    --sample-rate, unless the rounded value would exceed the target.
     """
     if args.noise_multiplier is None:
         return run, _noise(args, run)
@@ -164,7 +164,7 @@ def _solved(args: argparse.Namespace, run: Run) -> tuple[Run, float]:
     if count == 0:
         raise ValueError(
             f"target_epsilon={args.target_epsilon!r}: not even one "
-            f"{run.unit} fits into it at delta={args.delta!r}, "
+            f"{run.unit} is possible at delta={args.delta!r}, "
             f"noise_multiplier={args.noise_multiplier!r}; raise one of them"
         )
     return replace(run, count=count * (run.bands or 1)), args.noise_multiplier
@@ -202,7 +202,7 @@ def _with_rate(args: argparse.Namespace, run: Run) -> Run:
 def _print(
     args: argparse.Namespace, run: Run, noise_multiplier: float, found: dict[str, Any]
 ) -> None:
-    """Plot and print the guarantee of the run; prints nothing if the plot cannot be written."""
+    """Plot and print the guarantee of the run; print nothing if the plot cannot be written."""
     accountant = run.spent(args.accountant, noise_multiplier)
     report = {**_report(args, run, noise_multiplier, accountant), **found}
     if args.plot is not None:
@@ -224,7 +224,7 @@ def _report(
     args: argparse.Namespace, run: Run, noise_multiplier: float, accountant: Accountant
 ) -> dict[str, Any]:
     interval = accountant.get_epsilon(args.delta, interval=True)
-    # The advantage takes half a minute with Opacus' accountant.
+    # Computing the advantage takes half a minute with Opacus' accountant.
     is_slow = accountant.mechanism() == "prv"
     return {
         "epsilon": interval.upper,
@@ -279,7 +279,6 @@ def _rows(report: dict[str, Any], accountant: Accountant) -> list[tuple[str, str
 def _figure(
     args: argparse.Namespace, run: Run, noise_multiplier: float, accountant: Accountant
 ) -> Any:
-    """Plot of epsilon over steps, with the RDP accountant for comparison, and trade-off curve."""
     event, count = run.event(noise_multiplier), run.events()
     curves = [epsilon_curve(args.accountant, event, count, args.delta)]
     if args.accountant != "rdp" and run.sampler != ALLOCATION:

@@ -1,4 +1,4 @@
-"""`dpflash estimate`: the memory and the time of a training step, before anything is trained."""
+"""`dpflash estimate`: estimates the memory and time of a training step, without training."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _OPTIONS = {
     "--json": "print one JSON object instead",
 }
 _MODES = ("instantiate", "book_keeping", "ghost")
-_DEVICE_BYTES = 80 * 10**9  # of a GPU, where --memory is not given
-_WITHIN = 100  # the longest sequence is found to one part in this many
-_FAR = 16  # the second guess is so many times the first one, where other parts of a step peak
+_DEVICE_BYTES = 80 * 10**9  # memory of a GPU if --memory is not given
+_WITHIN = 100  # the longest sequence is found with a relative error of 1 / 100
+_FAR = 16  # second guess / first guess; large, since other parts of a step may peak there
 _MIB = 2**20
 
 
@@ -70,8 +70,8 @@ def _run_estimate(args: argparse.Namespace) -> int:
         optional(positive_int, **{name: getattr(args, name)})
     if args.seq_len < args.ranks:
         raise ValueError(
-            f"ranks={args.ranks} for seq_len={args.seq_len}: expected a token for each rank; pass "
-            "fewer ranks or a longer seq_len"
+            f"ranks={args.ranks} for seq_len={args.seq_len}: expected at least one token for each "
+            "rank; pass fewer ranks or a longer seq_len"
         )
     memory = None if args.memory is None else bytes_of(memory=args.memory)
     subject = Subject(args.model, args.lora_rank, is_fake=True)
@@ -82,7 +82,7 @@ def _run_estimate(args: argparse.Namespace) -> int:
 
 
 def ceilings_of(device: str) -> Ceilings:
-    """Speed of a device: "h100", "a100", or "cpu" for this machine, which is measured."""
+    """Return the speed of "h100", "a100", or "cpu" (this machine, which is measured)."""
     from dpflash.clipping.device_speed import reached_ceilings
 
     if device != "cpu":
@@ -97,13 +97,13 @@ class Subject:
 
     Args:
         path: a folder or a config.json.
-        lora_rank: of adapters on all linear layers; None to train all parameters.
-        is_fake: whether its tensors have no memory.
+        lora_rank: rank of adapters on all linear layers; None to train all parameters.
+        is_fake: whether the model's tensors have shapes but no memory.
         checkpoints: whether blocks recompute their activations.
 
     Attributes:
         model: the model.
-        most_tokens: the longest sequence that it takes; None for no limit.
+        most_tokens: the longest sequence that the model supports; None for no limit.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Subject:
             if lora_rank is not None:
                 self.model = _adapted(self.model, path, lora_rank)
         if is_fake:
-            # Libraries know models on the device "meta", and not those of fake tensors.
+            # Libraries can build models on the device "meta", but not of fake tensors.
             with fake_tensors():
                 _replace_meta(self.model)
         self.model.train()
@@ -140,7 +140,7 @@ class Subject:
         if (key := given.get("pattern")) is not None:
             given["pattern"] = from_key(key)
         if given.get("positions") != "learned" and "max_seq_len" in given:
-            given["max_seq_len"] = 1 << 62  # nothing depends on it
+            given["max_seq_len"] = 1 << 62  # has no effect without learned positions
         try:
             model = LongContextLM(**given)
         except TypeError as error:
@@ -169,7 +169,7 @@ class Subject:
         drops = any(getattr(config, dropout, 0) for dropout in dropouts)
         try:
             model: nn.Module = make(config, attn_implementation="eager" if drops else name)
-        except ValueError:  # its code has attention of its own
+        except ValueError:  # the model's code has its own attention
             model = make(config, attn_implementation="eager")
         if self._checkpoints:
             enable: Any = model.gradient_checkpointing_enable
@@ -179,13 +179,13 @@ class Subject:
 
     @property
     def head(self) -> nn.Module | None:
-        """The layer that makes the logits, where it is known."""
+        """The layer that computes the logits, or None if it is not known."""
         find = getattr(self.model, "get_output_embeddings", lambda: None)
         found: nn.Module | None = getattr(self.model, "lm_head", None) or find()
         return found
 
     def losses(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """The losses [B] of tokens [B, T]; which targets they have does not matter."""
+        """Return losses [B] of tokens [B, T], with arbitrary targets."""
         from dpflash.losses import cross_entropy
 
         if hasattr(model, "architecture"):
@@ -197,7 +197,6 @@ class Subject:
 
 
 def _read_config(path: str) -> tuple[dict[str, Any], Path]:
-    """The contents of config.json, and its folder."""
     from dpflash.release.load import pretrained_folder
 
     file = Path(path)
@@ -206,8 +205,8 @@ def _read_config(path: str) -> tuple[dict[str, Any], Path]:
     if not file.is_file():
         raise ValueError(
             f"model={path!r}: there is no {file}; pass the folder of a model, of a dpflash run, "
-            "or a config.json. LoRA adapters alone have none: pass their base model with "
-            "--lora-rank"
+            "or a config.json. For a folder of LoRA adapters, which has no config.json, pass the "
+            "base model with --lora-rank"
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -219,13 +218,13 @@ def _read_config(path: str) -> tuple[dict[str, Any], Path]:
 
 
 def _register_without_values(transformers: Any, name: str) -> str:
-    """The same attention for tensors without values: of one document, without padding."""
+    """Register attention for tensors without values: one document per row, no padding."""
     attend = transformers.AttentionInterface()[name]
 
     def of_shapes(*given: Any, position_ids: Any = None, **options: Any) -> Any:
         return attend(*given[:4], None, **options)
 
-    name = "shapes_alone"  # "flash" in a name stands for libraries that transformers looks for
+    name = "shapes_alone"  # transformers takes names with "flash" for libraries
     transformers.AttentionInterface.register(name, of_shapes)
     transformers.AttentionMaskInterface.register(name, lambda **_: None)
     return name
@@ -238,7 +237,7 @@ def _adapted(model: nn.Module, path: str, rank: int) -> nn.Module:
     if not hasattr(model, "config"):
         raise ValueError(
             f"lora_rank={rank} with model={path!r}: adapters are for models of transformers; "
-            "leave it out"
+            "leave lora_rank out"
         )
     with quiet_peft():
         adapted: nn.Module = peft.get_peft_model(
@@ -248,7 +247,7 @@ def _adapted(model: nn.Module, path: str, rank: int) -> nn.Module:
 
 
 def _replace_meta(model: nn.Module) -> None:
-    """Put tensors of the context in place of the model's, which are on the device "meta"."""
+    """Replace the model's tensors, which are on the device "meta", by fake tensors."""
     import torch
 
     made: dict[Tensor, Tensor] = {}
@@ -267,14 +266,14 @@ def _replace_meta(model: nn.Module) -> None:
 
 @functools.cache
 def fake_tensors() -> FakeTensorMode:
-    """The mode in which tensors have shapes and no memory: one, since its tensors do not mix."""
+    """The mode in which tensors have shapes but no memory; cached, since modes do not mix."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
 
 
 def memory_budget(is_gpu: bool, memory: int | None) -> int:
-    """The planner's: a quarter of the device's memory; None for that of `cost_of`."""
+    """Return the planner's memory budget, a quarter of the device's memory, see `cost_of`."""
     import torch
 
     from dpflash.clipping.planner import default_memory_budget
@@ -296,18 +295,18 @@ def cost_of(
     ranks: int = 1,
     memory: int | None = None,
 ) -> StepCost:
-    """The cost of a step of a subject on fake tensors; without a mode of one without privacy.
+    """Estimate the cost of a step, by running it on fake tensors.
 
     Args:
-        subject: with is_fake.
-        ceilings: of the device.
+        subject: a subject with is_fake=True.
+        ceilings: speed of the device.
         batch: samples of a step.
-        tokens: of a sample, over all ranks.
-        mode: grad_sample_mode.
+        tokens: tokens of a sample, over all ranks.
+        mode: grad_sample_mode; None for a step without privacy.
         clipping: "flat" or "per_layer".
-        microbatch: most samples at a time; None for all.
-        ranks: that share each sequence.
-        memory: of the device; None for that of this machine, or of a GPU of 80 GB.
+        microbatch: largest number of samples of a microbatch; None for all samples.
+        ranks: number of ranks that share each sequence.
+        memory: memory of the device; None for this machine's memory, or that of a GPU of 80 GB.
     """
     import torch
 
@@ -345,9 +344,9 @@ def cost_of(
 def _report(
     args: argparse.Namespace, subject: Subject, ceilings: Ceilings, memory: int | None, bar: Any
 ) -> dict[str, Any]:
-    """What `--json` prints; `bar` shows the steps that are followed."""
+    """Return what `--json` prints; `bar` counts the steps that were estimated."""
 
-    # Each step is followed once; the searches begin with those that the tables have.
+    # Each step is estimated once; the searches begin with steps that the tables contain.
     @functools.cache
     def followed(of: Subject, **given: Any) -> StepCost:
         bar.set_postfix({name: given[name] for name in ("mode", "batch", "tokens")})
@@ -432,10 +431,10 @@ def largest(
     least: int = 1,
     most: int | None = None,
 ) -> int | None:
-    """The largest number whose size is within the limit, to one part in 100; None if none is.
+    """Return the largest number with size_of(number) <= limit, within 1%; None if there is none.
 
-    Sizes grow with the number, from some number on almost in proportion, so guesses are on the
-    line through the sizes at both ends, or the last two below.
+    Sizes grow with the number, and almost linearly from some number on, so the next guess is on
+    the line through the sizes at both ends, or through the last two sizes below the limit.
     """
     low, high = least - 1, (1 << 40) if most is None else most + 1
     known: dict[int, int] = {}
@@ -450,11 +449,11 @@ def largest(
         if low not in known or other not in known:
             guess = guess * _FAR if is_within else guess // _FAR
         elif high in known and 2 * (high - low) > widths[-2] > 0:
-            guess = (low + high) // 2  # two guesses did not halve the rest
+            guess = (low + high) // 2  # the last two guesses did not halve the interval
         else:
             slope = (known[other] - known[low]) / (other - low)
             on_line = low + (limit - known[low]) / slope if slope else low * _FAR
-            # A little to the other side, so that both ends close in.
+            # Aim a little beyond, so that both ends of the interval move.
             guess = round(on_line * (1 + (0.4 if is_within else -0.4) / _WITHIN))
     return low if low >= least else None
 

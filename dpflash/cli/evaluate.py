@@ -1,4 +1,4 @@
-"""`dpflash evaluate`: the loss of a trained model on documents, or its accuracy on labels."""
+"""`dpflash evaluate`: computes a trained model's loss on documents, or a classifier's accuracy."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _run_evaluate(args: argparse.Namespace) -> int:
         f"bits per {model.token}": f"{found.bits_per_token:.4f}",
         f"perplexity per {model.token}": f"{found.perplexity:.4g}",
     }
-    if found.bits_per_byte is not None:  # with --max-windows that of a token is not that of bytes
+    if found.bits_per_byte is not None:  # None if --max-windows left tokens out
         rows["bits per byte"] = f"{found.bits_per_byte:.4f}"
     print(table(list(rows.items())))
     return 0

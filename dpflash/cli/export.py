@@ -1,4 +1,4 @@
-"""`dpflash export`: write the model of a run for release."""
+"""`dpflash export`: writes the model of a run for release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dpflash generate`: continue a text with a trained model."""
+"""`dpflash generate`: continues a text with a trained model."""
 
 from __future__ import annotations
 

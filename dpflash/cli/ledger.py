@@ -1,4 +1,4 @@
-"""`dpflash ledger`: verify, sign, report and correct the file in which releases are recorded."""
+"""`dpflash ledger`: verifies, signs, reports and corrects the file that records releases."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _run_verify(args: argparse.Namespace) -> int:
     try:
         proof = _verified(args.file, head, key)
     except (ValueError, RuntimeError) as error:
-        if isinstance(error.__cause__, OSError):  # it cannot be read at all
+        if isinstance(error.__cause__, OSError):  # the file cannot be read
             raise
         problem = {"sound": False, "problem": str(error)}
         print(as_json(problem) if args.json else f"broken: {error}")
@@ -131,7 +131,6 @@ def _run_verify(args: argparse.Namespace) -> int:
 
 
 def _kept(args: argparse.Namespace) -> tuple[str | None, str | None]:
-    """The head and the public key that were given."""
     head = None if args.head is None else args.head.lower()
     if head is not None and not re.fullmatch("[0-9a-f]{64}", head):
         raise ValueError(f"head={args.head!r}: expected 64 hexadecimal digits; pass all of them")
@@ -143,7 +142,7 @@ def _verified(file: str, head: str | None, key: str | None) -> Proof:
     if not Path(file).exists():
         raise FileNotFoundError(f"ledger={file!r}: no such file; pass the path of a ledger")
     with accounting():
-        Spending(DEFAULT_ACCOUNTANT, ledger=proof.ledger)  # compares its lines' epsilon
+        Spending(DEFAULT_ACCOUNTANT, ledger=proof.ledger)  # checks the epsilon in the lines
     return proof
 
 
@@ -171,7 +170,7 @@ def _as_text(report: dict[str, Any]) -> str:
 
 
 def _run_report(args: argparse.Namespace) -> int:
-    # It names the code of this installation, for which torch is imported.
+    # Imported here, since the page's code digest needs torch.
     from ._ledger_page import page
 
     probability(delta=args.delta)
@@ -180,8 +179,8 @@ def _run_report(args: argparse.Namespace) -> int:
     head, key = _kept(args)
     if head is not None and len(args.file) > 1:
         raise ValueError(
-            f"head={head!r} with {len(args.file)} ledgers: it is of one; pass --public-key, or "
-            "verify each with its own head"
+            f"head={head!r} with {len(args.file)} ledgers: a head belongs to one ledger; pass "
+            "--public-key, or verify each ledger with its own head"
         )
     proofs = {file: _verified(file, head, key) for file in args.file}
     with accounting():

@@ -1,4 +1,4 @@
-"""`dpflash train`: train or fine-tune a model of texts with differential privacy.
+"""`dpflash train`: trains or fine-tunes a model of texts with differential privacy.
 
 With torchrun every rank runs this command; only rank 0 prints, except for errors.
 """
@@ -29,7 +29,7 @@ _LOST, _REFUSED, _INTERRUPTED = 1, 2, 130
 _ONE_SIGNAL = 2.0  # seconds within which repeated signals count as one
 _PATIENCE = 10.0  # seconds that other ranks wait for rank 0 to report an error
 
-# Words in braces are defaults of TrainingConfig.
+# Names in braces are replaced by the defaults of TrainingConfig.
 _OPTIONS = {
     "--data PATH": "folder with text files, or a JSONL file or a folder of them with --unit "
     "record (default: the *.py files of Python's standard library)",
@@ -149,7 +149,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         "resume from. Several ranks train one model together: torchrun --nproc-per-node N -m "
         "dpflash train ..."
     )
-    # Options that are not given are absent, because --resume compares only the given ones.
+    # Options that are not given are absent, because --resume compares only the given options.
     parser.argument_default = argparse.SUPPRESS
     add_options(parser, _with_defaults(_OPTIONS, TrainingConfig))
     parser.add_argument(
@@ -197,7 +197,7 @@ def _run_train(args: argparse.Namespace) -> int:
             return _LOST
         if rank == 0 or not isinstance(error, (ValueError, OSError, PrivateRefusal)):
             raise
-        # Usually rank 0 reports the same error, and torchrun then ends this rank.
+        # Usually rank 0 reports the same error, and torchrun then ends this rank during the sleep.
         time.sleep(_PATIENCE)
         _print_error(rank, error)
         return _REFUSED
@@ -237,7 +237,7 @@ def _resume_command(job: Any, launch: Any) -> str:
 
 
 def _rank() -> int:
-    """The global rank, even if other variables of torchrun are wrong."""
+    """Return the global rank, even if other variables of torchrun are wrong."""
     is_single = os.environ.get("WORLD_SIZE", "1") == "1"
     rank = os.environ.get("RANK", "")
     return int(rank) if not is_single and rank.isascii() and rank.isdigit() else 0
@@ -264,8 +264,8 @@ def _job(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> Any:
     if getattr(args, "resume_if_present", False):
         if out is None:
             raise ValueError(
-                "resume_if_present=True without out: expected the folder in which a run may be; "
-                "pass --out DIR"
+                "resume_if_present=True without out: expected the folder of the run; pass --out "
+                "DIR"
             )
         resumed = resumed or (out if checkpoint_of(out) is not None else None)
     if resumed is not None:
@@ -275,13 +275,13 @@ def _job(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> Any:
     if "noise_multiplier" in given:
         given.setdefault("target_epsilon", None)
     elif (given.get("max_epsilon") or 0) > 0:
-        # With a default target above the limit, the job would stop early.
+        # With a default target above max_epsilon, the job would stop early.
         default = TrainingConfig.target_epsilon
         assert default is not None
         given.setdefault("target_epsilon", min(default, given["max_epsilon"]))
     folder = _DEFAULT_OUT if out is None else Path(out)
     number = 1
-    # All ranks choose the same folder, because none of them writes before all are connected.
+    # All ranks choose the same folder, because no rank writes before all are connected.
     while out is None and holds_a_run(folder):
         number += 1
         folder = _DEFAULT_OUT.with_name(f"{_DEFAULT_OUT.name}-{number}")
@@ -437,9 +437,9 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
 
 @contextmanager
 def _stop_on_signals(*, shown: bool) -> Iterator[Any]:
-    """Yields a function that returns whether Ctrl-C or SIGTERM was received.
+    """Yield a function that returns whether Ctrl-C or SIGTERM was received.
 
-    Signals within two seconds count as one, because launchers repeat them. A later one raises
+    Signals within two seconds count as one, because launchers repeat them. A later signal raises
     KeyboardInterrupt.
     """
     received: list[float] = []
@@ -469,8 +469,6 @@ def _stop_on_signals(*, shown: bool) -> Iterator[Any]:
 
 @contextmanager
 def _warnings_as_lines(*, shown: bool) -> Iterator[None]:
-    """Print warnings as lines of the command, without file names and line numbers."""
-
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         if shown:
             print(f"dpflash: warning: {message}", file=sys.stderr)

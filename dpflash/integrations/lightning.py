@@ -1,7 +1,7 @@
-"""KeepPrivacy: spent privacy in the checkpoints of a Lightning Trainer.
+"""KeepPrivacy, a Lightning callback that saves the engine's state in Lightning's checkpoints.
 
-Lightning trains privately with manual optimization, on `dpflash.sampling.LogicalBatches`, and
-Fabric as plain PyTorch does. `docs/frameworks.md` has examples of both.
+Lightning trains privately with manual optimization on `dpflash.sampling.LogicalBatches`. Fabric
+needs no callback. `docs/frameworks.md` has examples of both.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ..engine import PrivacyEngine
 
 
 class KeepPrivacy(Callback):
-    """Saves and loads an engine with the checkpoints of a Trainer.
+    """Callback that saves and loads an engine with the checkpoints of a Trainer.
 
-    Without it, a run that goes on from a checkpoint draws other batches; only an engine with a
-    ledger would remember what was spent. With a ledger, steps after an older checkpoint stay
-    counted too.
+    Without the callback, a run that resumes from a checkpoint draws other batches, and only an
+    engine with a ledger remembers what was spent. With a ledger, steps after an older checkpoint
+    stay counted too.
 
-    Keep the checkpoints to yourself, and release `module.state_dict()`.
+    Keep the checkpoints secret, and release `module.state_dict()`.
 
     Args:
-        engine: whose `make_private` made the model private, at the latest in
+        engine: the engine whose `make_private` makes the model private, at the latest in
             `configure_optimizers`.
 
     Raises:
@@ -40,7 +40,7 @@ class KeepPrivacy(Callback):
         self._saved: torch.Tensor | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The engine's checkpoint, as bytes."""
+        """Return the engine's checkpoint, as bytes."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "engine.pt")
             self._engine.save_checkpoint(path)
@@ -51,11 +51,11 @@ class KeepPrivacy(Callback):
         self._saved = state_dict["engine"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Load the engine, when Lightning has loaded everything else."""
+        """Load the engine after Lightning has loaded everything else."""
         self._load()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Load the engine of a run that had finished, so that epsilon is not 0."""
+        """Load the engine of a run that had already finished, so that its epsilon is not 0."""
         self._load()
 
     def _load(self) -> None:

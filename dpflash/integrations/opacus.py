@@ -1,6 +1,6 @@
 """Makes Opacus use dpflash's gradient norms, noise and accountants, through Opacus' registries.
 
-Two lines::
+Usage::
 
     from dpflash.integrations import opacus as dpflash_opacus
     dpflash_opacus.register()  # grad_sample_mode="ghost" then needs no [T, T] matrices
@@ -36,40 +36,41 @@ PREFIX = "dpflash_"
 _NormSampler = Callable[[Any, list[Tensor], Tensor], dict[Tensor, Tensor]]
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
-# The entries that were in Opacus' registries before; None if there was none.
+# The entries of Opacus' registries that ours replaced; None if there was no entry.
 _norm_samplers_before: dict[type[nn.Module], _NormSampler | None] = {}
 _accountants_before: dict[str, type | None] = {}
 _accountants_of_ours: dict[str, type] = {}
 
 _GRAM_CHUNK_ELEMENTS = 1 << 22
-# A Gram norm this far below the size of its terms is recomputed, because of fp32 cancellation.
+# A Gram norm smaller than this times its terms is recomputed, because of fp32 cancellation.
 _CANCELLATION = 1 / 1024
 
 
 def register(*, replace_accountants: bool = False) -> None:
-    """Make Opacus use this library. A second call does nothing; `unregister` undoes it.
+    """Make Opacus use dpflash. A second call does nothing; `unregister` undoes the call.
 
     `nn.Linear` and `nn.Embedding` get dpflash's norm samplers, for `grad_sample_mode="ghost"` and
-    its variants. Subclasses of these two keep those of Opacus. So do LayerNorm and RMSNorm: their
-    norms need no [T, T] matrix, and with a norm sampler Opacus would refuse a layer that is called
-    twice. Models that are already wrapped use the norms from their next backward on.
+    its variants. Subclasses of these two keep Opacus' norm samplers. LayerNorm and RMSNorm keep
+    Opacus' computation: their norms need no [T, T] matrix, and with a norm sampler Opacus would
+    refuse a layer that is called twice. Models that Opacus has already wrapped use the new norms
+    from their next backward on.
 
     Each accountant of `dpflash.accounting` is registered under its name with the prefix
     ``"dpflash_"``, so that `PrivacyEngine(accountant="dpflash_rdp")` uses it. It loads states that
     Opacus' accountant of the same mechanism saved.
 
     Args:
-        replace_accountants: register them under their plain names too, in place of Opacus' own:
-            `PrivacyEngine(accountant="rdp")` is then dpflash's.
+        replace_accountants: also replace Opacus' own accountants, so that
+            `PrivacyEngine(accountant="rdp")` uses dpflash's.
 
     Raises:
         ImportError: Opacus is missing, or older than 1.6.
 
     Guarantees:
-        A norm is that of the sample's gradient as Opacus defines it, accumulated in fp32 or wider,
-        so that norms of 16-bit models are never rounded to 16 bits. A sample whose gradient is
-        not finite has the norm inf, and so the clipping factor 0. But values of its forward that
-        are not finite still reach the sum, because Opacus multiplies them by that 0. No [T, T]
+        A norm is the norm of the sample's gradient as Opacus defines it, accumulated in fp32 or
+        wider, so that norms of 16-bit models are never rounded to 16 bits. A sample whose gradient
+        is not finite has the norm inf, and so the clipping factor 0. But nonfinite values of its
+        forward still reach the sum, because Opacus multiplies them by this factor 0. No [T, T]
         matrix is made unless it is smaller than a quarter of the sample's gradient [O, I].
     """
     _check_version()
@@ -110,28 +111,28 @@ def unregister() -> None:
 def use_secure_noise(optimizer: _Optimizer) -> _Optimizer:
     """Make an optimizer of Opacus draw its noise from ChaCha20, keyed by the operating system.
 
-    It replaces `secure_mode=True`, which needs torchcsprng. Call it on the optimizer that
-    `make_private` returned, and again after another `make_private`. The optimizer becomes an
-    instance of a subclass of its class. Its standard deviations (of per-layer and adaptive
-    clipping, of noise schedulers), its step hooks and so the accounting do not change.
+    Use this function in place of `secure_mode=True`, which needs torchcsprng. Call it for the
+    optimizer that `make_private` returned, and again after another `make_private`. The optimizer's
+    class is replaced by a subclass. Its standard deviations (also with per-layer and adaptive
+    clipping or noise schedulers), its step hooks and therefore the accounting do not change.
 
     Args:
-        optimizer: returned by `opacus.PrivacyEngine.make_private`: `DPOptimizer`, its ghost,
-            per-layer or adaptive variant, or your own subclass. In one process only.
+        optimizer: the optimizer that `opacus.PrivacyEngine.make_private` returned: `DPOptimizer`,
+            its ghost, per-layer or adaptive variant, or your own subclass. In one process only.
 
     Returns:
         The same object.
 
     Raises:
         ImportError: Opacus is missing, or older than 1.6.
-        ValueError: not an optimizer of Opacus, one for several processes, one in secure_mode, or
-            one with a noise_generator. A step raises RuntimeError, and releases nothing, if noise
-            would come from elsewhere (the quantile's noise of `PrivacyEngineAdaptiveClipping`).
+        ValueError: the optimizer is not Opacus', is for several processes, is in secure_mode, or
+            has a noise_generator. A later step raises RuntimeError, and releases nothing, if some
+            noise would have another source (the quantile of `PrivacyEngineAdaptiveClipping`).
 
     Guarantees:
-        Each release draws a new 32-byte key from the operating system and addresses its noise by
-        the number of the draw, so no two parameters and no two steps share noise, also after a
-        resume, a copy or a fork: there is no state that could be stored or repeated.
+        Each release draws a new 32-byte key from the operating system and numbers the draws under
+        this key, so no two parameters and no two steps share noise, also after a resume, a copy
+        or a fork: there is no state that could be stored or repeated.
         A 16-bit parameter gets noise rounded to 16 bits, as in Opacus.
         Noise is a correctly rounded Gaussian on a public grid. Opacus' sum is rounded to the grid
         before the noise is added, and the result is rounded once.
@@ -218,7 +219,7 @@ def _linear_norms(
 ) -> dict[Tensor, Tensor]:
     """Norms [B] of the weight's and the bias's per-sample gradients.
 
-    Input [B, ..., I], of which autocast multiplied a copy in the dtype of backprops [B, ..., O].
+    The input [B, ..., I] is cast to the dtype of backprops [B, ..., O], as autocast cast it.
     """
     dy = _tokens(backprops)  # [B, T, O]
     norms: dict[Tensor, Tensor] = {}
@@ -236,7 +237,7 @@ def _linear_norms(
 def _embedding_norms(
     layer: nn.Embedding, activations: list[Tensor], backprops: Tensor
 ) -> dict[Tensor, Tensor]:
-    """Norms [B] of the table's per-sample gradients, without the row of padding_idx."""
+    """Norms [B] of the table's per-sample gradients, which exclude the row of padding_idx."""
     if not layer.weight.requires_grad:
         return {}
     if layer.scale_grad_by_freq:
@@ -268,13 +269,13 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _norms(squares: Tensor, dy: Tensor) -> Tensor:
-    """Square roots, with inf for NaN, which would become the clipping factor NaN."""
+    """Return square roots, with inf for NaN, since NaN would make the clipping factor NaN."""
     norms = squares.sqrt().to(torch.promote_types(dy.dtype, torch.float32))
     return norms.masked_fill(norms.isnan(), float("inf"))
 
 
 def _squared_grad_norm(x: Tensor, dy: Tensor) -> Tensor:
-    """||dy_i^T x_i||^2, [B]; for few tokens by Gram matrices of a chunk of samples."""
+    """||dy_i^T x_i||^2, [B]; with few tokens computed from Gram matrices, chunk by chunk."""
     batch, tokens, inputs = x.shape
     outputs = dy.shape[2]
     if batch == 0:
@@ -300,14 +301,14 @@ def _gram_norm(x: Tensor, dy: Tensor) -> Tensor:
     return squares
 
 
-# The operations by which Opacus adds noise to a sum.
+# The functions that Opacus adds noise to a sum with.
 _ADDITIONS = (torch.Tensor.add, torch.Tensor.__add__, torch.add)
 
 
 class _NoiseSource(TorchFunctionMode):
-    """A context in which torch.normal returns noise of one new key.
+    """A context in which torch.normal returns noise drawn under one new key.
 
-    If the noise is added to a float32 sum, the sum is first rounded to the noise's grid and the
+    When the noise is added to a float32 sum, the sum is first rounded to the noise's grid and the
     result is rounded once, so that its last digits reveal nothing about the sum.
     """
 

@@ -1,9 +1,9 @@
 """Per-sample losses of transformers' models, from their logits and labels.
 
 The models' own loss is a mean over the tokens of the whole batch, which couples its samples. Here
-each sample's loss is the mean over its own valid labels, so for a batch of one sample both are
-equal, and `other_loss` compares them there. `changed_in_company` compares batches of one sample
-with a batch of several.
+each sample's loss is the mean over its own valid labels. For a batch of one sample both are equal,
+which `other_loss` checks. `changed_in_company` checks that a sample has the same loss alone and in
+a batch of several.
 
 Letters: B samples, T tokens, V classes.
 """
@@ -24,16 +24,16 @@ from ..verification.nested import tensors_of
 
 _COUPLED = (
     "the loss of a made-up entry is {own:.6g} alone and {other:.6g} in a batch with others, so it "
-    "depends on them, or on how far it is padded: padding on the left, which shifts absolute "
-    "positions and has the first token predicted; no attention_mask; or a compute_loss_func that "
+    "depends on them, or on how far it is padded: padding on the left shifts absolute positions "
+    "and makes the first token a target; there may be no attention_mask; or compute_loss_func "
     "divides by a number of the batch. Pad on the right, or all entries to one length "
     "(padding='max_length', or dpflash.sampling.PadTo), pass the attention_mask, and compute each "
-    "loss of its own sample"
+    "loss from its own sample"
 )
 _PACKED_COUPLED = (
-    "the loss of a made-up document is {own:.6g} alone and {other:.6g} where others are packed "
-    "with it, so the model does not keep them apart by position_ids. Load a model of attention "
-    "layers with attn_implementation='sdpa', 'eager', 'flash_attention_2' or 'dpflash', or train "
+    "the loss of a made-up document is {own:.6g} alone and {other:.6g} when packed with others, "
+    "so the model does not keep them apart by position_ids. Load a model of attention layers "
+    "with attn_implementation='sdpa', 'eager', 'flash_attention_2' or 'dpflash', or train "
     "with one document a row (dpflash.sampling.PadTo in place of PackTo)"
 )
 
@@ -41,13 +41,13 @@ SampleLoss = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> [B]
 
 _PASS_YOUR_OWN = (
     "pass compute_loss_func=f, where f(outputs, labels, num_items_in_batch) returns one loss for "
-    "each sample, [B], made of that sample alone; or override compute_loss of DPTrainer, which "
-    "gets the whole batch, with losses [B]"
+    "each sample, [B], computed from that sample alone; or override compute_loss of DPTrainer, "
+    "which gets the whole batch and must return losses [B]"
 )
 
 
 def sample_loss(model: nn.Module) -> SampleLoss:
-    """The per-sample loss of a model with a head for a known task, by the name of its class."""
+    """Return the per-sample loss of a model's task, which its class name tells; else raise."""
     from transformers.models.auto import modeling_auto as auto
 
     base = plain_model(model)
@@ -73,13 +73,13 @@ def sample_loss(model: nn.Module) -> SampleLoss:
 
 
 def plain_model(model: nn.Module) -> Any:
-    """The model of transformers inside of a model with PEFT's adapters."""
+    """Return the transformers model inside a PEFT model; any other model is returned itself."""
     base: Any = getattr(model, "get_base_model", None)
     return model if base is None else base()
 
 
 def losses_of(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> tuple[Tensor, Any]:
-    """(losses `[B]`, outputs) of a model on inputs, which must have labels."""
+    """Return (losses `[B]`, outputs) of a model on inputs, which must have labels."""
     if isinstance(inputs, PackedBatch):
         return packed_losses(model, inputs)
     require_labels(inputs)
@@ -98,27 +98,27 @@ def losses_of(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> 
 
 
 def _shifted_right(labels: Tensor, config: Any) -> Tensor:
-    """The decoder's inputs for labels `[B, T]`: its start token, then all labels but the last."""
+    """The decoder's inputs for labels `[B, T]`: the start token, then all labels but the last."""
     first = torch.full_like(labels[:, :1], config.decoder_start_token_id)
     tokens = torch.cat([first, labels[:, :-1]], dim=1)
     return tokens.masked_fill(tokens == -100, config.pad_token_id)
 
 
 def _with_virtual_tokens(labels: Tensor, logits: Tensor, model: nn.Module) -> Tensor:
-    """Labels `[B, T]` behind those of PEFT's virtual tokens (prompt tuning), which are no targets.
+    """Prepend a label -100 (no target) for each virtual token of PEFT's prompt tuning.
 
     The last virtual token predicts the first label, as in PEFT's own loss.
     """
     config: Any = getattr(model, "active_peft_config", None)
     if not getattr(config, "is_prompt_learning", False) or labels.ndim != 2 or logits.ndim != 3:
         return labels
-    # Prefix tuning has no logits of its virtual tokens.
+    # With prefix tuning there are no logits of virtual tokens, so nothing is prepended.
     return nn.functional.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=-100)
 
 
 def packed_losses(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Any]:
-    """(losses `[max_documents]`, outputs) of a causal language model on packed documents."""
-    # With a cache, transformers' models do not look for documents in position_ids.
+    """Return (losses `[max_documents]`, outputs) of a causal model on packed documents."""
+    # With a cache, transformers' models ignore the documents in position_ids.
     has_cache = hasattr(plain_model(model).config, "use_cache")
     outputs = model(
         input_ids=batch.input_ids,
@@ -135,14 +135,14 @@ def packed_losses(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Any]:
 
 
 def of_documents(found: Tensor, batch: Any) -> Tensor:
-    """The losses of a packed batch's documents that have tokens; all losses of another batch."""
+    """Return the losses of the documents that have tokens; if not packed, all losses."""
     if not isinstance(batch, PackedBatch):
         return found
     return found[[start != end for start, end in batch.units.spans]]
 
 
 def require_labels(inputs: Mapping[str, Any]) -> None:
-    """Refuse inputs without labels, naming what there is."""
+    """Raise ValueError if the inputs have no labels."""
     if inputs.get("labels") is None:
         raise ValueError(
             f"the entries of train_dataset have no 'labels', only {', '.join(map(repr, inputs))}: "
@@ -152,7 +152,7 @@ def require_labels(inputs: Mapping[str, Any]) -> None:
 
 
 def are_equal(one: Any, two: Any) -> bool:
-    """Whether two batches of the same entries have equal tensors."""
+    """Whether two batches of the same entries have equal tensors (no random masks or labels)."""
     pairs = zip(tensors_of(one), tensors_of(two), strict=True)
     return all(x.shape == y.shape and torch.equal(x, y) for (_, x), (_, y) in pairs)
 
@@ -165,11 +165,11 @@ def changed_in_company(
     *,
     rounding: float,
 ) -> str | None:
-    """A message if a sample's loss in its own batch is not the same as among all samples, or None.
+    """Return an error message if a sample's loss changes among other samples, else None.
 
-    `alone` are batches of one sample, `together` is one that begins with the same, in this order,
-    so the shorter ones are padded. Where `again`, the same once more, has other losses, these are
-    random, and nothing is compared. `rounding` is relative and absolute.
+    `alone` are batches of one sample each; `together` begins with these samples in this order.
+    `again` is `together` once more: if its losses differ, they are random, and the result is None.
+    `rounding` is the relative and absolute tolerance.
     """
     in_company = losses_of_batch(together).float()
     repeated = losses_of_batch(again).float()
@@ -184,9 +184,9 @@ def changed_in_company(
 
 
 def other_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> str | None:
-    """A message where a model's own loss of one sample, with labels, is not the per-sample loss.
+    """Return an error message if the model's own loss of one sample is not `loss`, else None.
 
-    None also if the two cannot be compared because one is not finite.
+    Return None too if one of the two losses is not finite.
     """
     ours = of_documents(losses_of(model, inputs, loss)[0], inputs)
     given = inputs
@@ -201,24 +201,24 @@ def other_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) ->
         return None
     return (
         f"model={type(plain_model(model)).__name__}: for one sample its own loss is "
-        f"{float(own):.6g}, and the mean over that sample's labels {float(ours):.6g}, so it has "
-        "further terms (such as a router's) or other targets; turn these off in the model's "
-        f"config, or {_PASS_YOUR_OWN}"
+        f"{float(own):.6g}, and the mean over that sample's labels is {float(ours):.6g}, so the "
+        "model's loss has further terms (such as a router's) or other targets; turn these off in "
+        f"the model's config, or {_PASS_YOUR_OWN}"
     )
 
 
 def rounding_of(model: nn.Module) -> float:
-    """The difference of two losses that are equal but for rounding."""
+    """The tolerance for two losses that differ by rounding alone."""
     narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     return 3e-2 if narrow else 1e-3
 
 
 @contextmanager
 def tried(model: nn.Module) -> Iterator[None]:
-    """In the block the model is in eval mode, makes no graph and takes any token.
+    """In the block the model is in eval mode, builds no graph and accepts any token.
 
-    Behind it modules have the attributes, parts and training flags that they had, whatever the
-    model has set: BigBird gets other attention layers with the first short batch, for good.
+    Afterwards the modules' attributes, submodules and training flags are restored: BigBird, for
+    example, replaces its attention layers permanently at the first short batch.
     """
     before = [
         (held, dict(held))
@@ -236,7 +236,7 @@ def tried(model: nn.Module) -> Iterator[None]:
 
 
 def _classification(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
-    """Logits `[B, V]` of samples; the config names the kind of labels, or their dtype does."""
+    """Losses of logits `[B, V]`; the config's problem_type, or the labels' dtype, decides."""
     problem = config.problem_type
     if problem is None:
         if config.num_labels == 1:

@@ -1,6 +1,6 @@
-"""DPTrainer: the Trainer of transformers, which trains with differential privacy.
+"""DPTrainer: the Trainer of transformers with differential privacy.
 
-`dpflash.integrations.transformers.DPTrainer` is the name that users import.
+Users import it as `dpflash.integrations.transformers.DPTrainer`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from .training_data import share_entries
 _log = logging.getLogger(__name__)
 
 LEDGER = "ledger.jsonl"
-# The folder of the engines' checkpoints, which with a seed hold the noise key. It is not in
-# checkpoint-N, which trackers may upload, and the Hub leaves out names that begin with "_".
+# The folder of the engines' checkpoints, which contain the noise key if there is a seed. It is
+# not inside checkpoint-N, which trackers may upload; the Hub skips names that begin with "_".
 SECRET = "_secret"
 # Settings of trackers that upload all of output_dir.
 _UPLOADS = {
@@ -66,7 +66,7 @@ _UPLOADS = {
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
 _PUBLIC_STATE = (_SCHEDULER, "trainer_state.json")
 
-# Keys that are logged besides metrics of evaluations; all others are computed from the data.
+# Keys that are logged besides metrics of evaluations; other keys depend on the training data.
 _PUBLIC = ("learning_rate", "epoch", "step", "epsilon")
 _EVALUATIONS = ("eval_", "test_")
 _KNOWN_PRIVATE = (
@@ -133,7 +133,7 @@ _REFUSED_ARGUMENTS: _Refused = {
 
 
 class DPTrainer(Trainer):
-    """`transformers.Trainer` with differential privacy. Its step is a private, logical batch.
+    """`transformers.Trainer` with differential privacy. One step is one private logical batch.
 
     `args.per_device_train_batch_size` is the expected batch size of a step, and an epoch has a
     public number of steps. Losses are per sample: the mean over a sample's own labels, for
@@ -141,44 +141,43 @@ class DPTrainer(Trainer):
     pass `compute_loss_func`, which must return `[B]`. Trainer's own gradient clipping is off.
 
     With ``data_collator=dpflash.packing.PackTo(...)`` a causal language model trains on packed
-    documents: each entry of train_dataset is one, and `args.per_device_train_batch_size` is the
-    expected number of documents of a step. Evaluations pack too; their loss is the mean over
-    documents of each document's own loss.
+    documents: each entry of train_dataset is one document, and `args.per_device_train_batch_size`
+    is the expected number of documents of a step. Evaluations pack too; their loss is the mean of
+    the documents' losses.
 
-    With `unit_of` of `privacy` the batch size counts users, and an epoch has the steps of that
-    many. The ledger requires `unit_name`.
+    If `privacy` has `unit_of`, the batch size and the length of an epoch count units, such as
+    users, and the ledger requires `unit_name`.
 
     The ledger is `<output_dir>/ledger.jsonl`. Runs with the same output_dir add up, and steps that
-    a resumed run repeats stay counted. `<output_dir>/_secret` is needed to resume: keep
-    it to yourself, and release what `save_model` writes.
+    a resumed run repeats stay counted. `<output_dir>/_secret` is needed to resume: keep it secret.
+    Release what `save_model` writes.
 
-    Logs, trackers, `trainer_state.json` and the result of `train` hold the step, the learning
-    rate, epsilon and metrics of evaluations, and no loss, norm, time or count of the training
+    Logs, trackers, `trainer_state.json` and the result of `train` contain the step, the learning
+    rate, epsilon and metrics of evaluations, but no loss, norm, time or count of the training
     data.
 
     Args:
-        model, args, options: those of `transformers.Trainer`: train_dataset, data_collator, ...
-        privacy: with target_epsilon and target_delta, whose noise is chosen for the steps that
-            `args` asks for; or with noise_multiplier and target_delta, at which epsilon is
-            reported.
-        performance: None for the default one.
-        engine: an engine of your own, with a ledger; None for a new one.
-        log_private_metrics: log the loss and the other numbers of Trainer too, and keep the logs
+        model, args, options: the arguments of `transformers.Trainer`, such as train_dataset.
+        privacy: has target_epsilon and target_delta (the noise is then chosen for the steps that
+            `args` asks for), or noise_multiplier and target_delta (epsilon is reported at it).
+        performance: None for the defaults.
+        engine: your own engine, with a ledger; None for a new engine.
+        log_private_metrics: log the loss and the other numbers of Trainer too. Keep these logs
             secret: no epsilon covers them.
 
     Attributes:
         engine: the `PrivacyEngine`.
 
     Raises:
-        ValueError: for an option that cannot be private, naming it and the way out.
+        ValueError: names an option that is not supported in private training, and what to do.
 
     Guarantees:
-        Those of `PrivacyEngine`, for one entry of train_dataset as the privacy unit, or for one
-        user where `privacy` has unit_of. Parameters and epsilon are those of a plain loop with the
-        same engine, arguments and losses.
+        The guarantees of `PrivacyEngine`, for one entry of train_dataset as the privacy unit, or
+        for one user if `privacy` has unit_of. Parameters and epsilon are the same as those of a
+        plain loop with the same engine, arguments and losses.
     """
 
-    # Whether a path may be passed as the model, and which arguments are refused besides.
+    # Whether a path may be passed as the model, and which more arguments are refused.
     _loads_models = False
     _refused: _Refused = {}
 
@@ -198,11 +197,11 @@ class DPTrainer(Trainer):
             self._check_arguments(args)
         _check_options(options, log_private_metrics)
         if model is not None and not isinstance(model, nn.Module) and not self._loads_models:
-            raise ValueError(f"model={model!r}: expected a module, such as by from_pretrained")
+            raise ValueError(f"model={model!r}: expected a module, as from_pretrained returns")
         options["callbacks"] = [_Checkpoints(self), *(options.get("callbacks") or [])]
         super().__init__(model=model, args=copy.copy(args), **options)
-        self._check_arguments(self.args)  # None, and what it changed
-        # Samples are clipped already, and after a resume the loader begins where it was.
+        self._check_arguments(self.args)  # the defaults for args=None, and what Trainer changed
+        # Samples are clipped by the engine; a resumed loader continues by itself.
         vars(self.args).update(max_grad_norm=0.0, ignore_data_skip=True)
         if self.accelerator.gradient_accumulation_steps != 1:
             raise ValueError(
@@ -217,11 +216,11 @@ class DPTrainer(Trainer):
             raise ValueError(
                 f"data_collator=PackTo(...) with {type(self._module()).__name__}"
                 + (" and compute_loss_func" if self.compute_loss_func else "")
-                + ": packed documents have the loss of a causal language model; leave "
-                "compute_loss_func out, pad in place of packing, or write a loop of your own"
+                + ": packed documents support only the loss of a causal language model; leave "
+                "compute_loss_func out, pad instead of packing, or write your own loop"
             )
         self.engine = self._checked_engine(engine)
-        # TRL prepares another dataset of the one that it is given.
+        # TRL replaces the dataset by a prepared one.
         self._given_dataset = options.get("train_dataset")
         self._privacy = privacy
         self._performance = performance or PerformanceConfig()
@@ -229,12 +228,12 @@ class DPTrainer(Trainer):
         self._private_optimizer: PrivateOptimizer | None = None
         self._private_loader: PrivateDataLoader | None = None
         self._unknown_metrics: set[str] = set()
-        self._checkpoint: str | None = None  # that is resumed
+        self._checkpoint: str | None = None  # the checkpoint to resume
         self._refusal: str | None = None
         self._is_evaluating = self._has_met_drawn = False
 
     def get_epsilon(self) -> float:
-        """Epsilon spent so far, by all runs of the ledger, at `privacy.target_delta`."""
+        """Return epsilon spent so far by all runs of the ledger, at `privacy.target_delta`."""
         assert self._privacy.target_delta is not None
         return self.engine.get_epsilon(self._privacy.target_delta)
 
@@ -275,7 +274,7 @@ class DPTrainer(Trainer):
             )
 
     def _known_loss(self) -> SampleLoss | None:
-        """The loss of a sample by the model's task; None where there is another one."""
+        """The per-sample loss of the model's task; None if the user has another loss."""
         if self.compute_loss_func:
             return None
         try:
@@ -288,7 +287,6 @@ class DPTrainer(Trainer):
 
     @property
     def _has_own_loss(self) -> bool:
-        """Whether a subclass of the user has a `compute_loss`."""
         return not type(self).compute_loss.__module__.startswith("dpflash.")
 
     def _checked_engine(self, engine: PrivacyEngine | None) -> PrivacyEngine:
@@ -300,7 +298,7 @@ class DPTrainer(Trainer):
         if saves and engine.ledger is None:
             raise ValueError(
                 "engine without a ledger: a run that resumes an older checkpoint would forget "
-                "what was spent behind it. Pass PrivacyEngine(ledger=FILE), or set "
+                "what was spent after it. Pass PrivacyEngine(ledger=FILE), or set "
                 "args.save_strategy='no'"
             )
         return engine
@@ -308,7 +306,7 @@ class DPTrainer(Trainer):
     # Model, optimizer and loader
 
     def get_train_dataloader(self) -> Any:
-        """A `LogicalBatches`: one entry is all microbatches of a step."""
+        """Return a `LogicalBatches`, whose entries are logical batches, one for each step."""
         if self._refusal is not None:
             raise ValueError(self._refusal)
         if self._private_loader is None:
@@ -316,24 +314,24 @@ class DPTrainer(Trainer):
         return LogicalBatches(self._private_loader)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Make the scheduler of the private optimizer, even if create_optimizer was overridden."""
+        """Create the private optimizer's scheduler, even if create_optimizer was overridden."""
         if self._private_optimizer is not None:
             self.optimizer = optimizer = self._private_optimizer
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _make_private(self) -> PrivateDataLoader:
-        # A function of a subclass; those of the libraries are of Trainer and its kinds.
+        # A user's subclass overrides the method; the libraries' own versions are fine.
         if type(self)._get_train_sampler.__module__.partition(".")[0] not in _LIBRARIES:
             raise ValueError(f"{type(self).__name__}._get_train_sampler: {_OWN_BATCHES}")
         loader = self._plain_loader()
         unit_of, dataset = self._privacy.unit_of, self.train_dataset
         if callable(unit_of) and dataset is not None:
-            # Now: entries of the loader lack columns that it may read.
+            # Called before columns are removed, since unit_of may read them.
             self._privacy = replace(self._privacy, unit_of=units_of(dataset, unit_of))
         privacy = self._privacy
         if privacy.verify_first_batch:
             example = self._tried_example(loader)
-            # A compiled model would be compiled for its shape too.
+            # With torch.compile the example's shape would cost another compilation.
             if privacy.example is None and self._performance.optimize != "aggressive":
                 privacy = replace(privacy, example=example)
         self.create_optimizer()
@@ -341,8 +339,8 @@ class DPTrainer(Trainer):
         if spent and self._checkpoint is None:
             warn(
                 f"{self.engine.ledger or 'the engine'} holds releases of earlier runs, with "
-                f"epsilon {spent:.3f}: this run adds to them, and get_epsilon() is of all. For "
-                "other data pass another output_dir",
+                f"epsilon {spent:.3f}: this run adds to them, and get_epsilon() counts all of "
+                "them. For other data pass another output_dir",
             )
         asked: dict[str, Any] = {
             "module": self._module(),
@@ -368,8 +366,8 @@ class DPTrainer(Trainer):
         dataset: Any = self.train_dataset
         collate = self.data_collator
         if isinstance(collate, PackTo):
-            pass  # It takes what it needs.
-        elif hasattr(dataset, "column_names") and hasattr(dataset, "select"):  # of `datasets`
+            pass  # PackTo selects the columns that it needs.
+        elif hasattr(dataset, "column_names") and hasattr(dataset, "select"):  # a datasets.Dataset
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
@@ -387,7 +385,7 @@ class DPTrainer(Trainer):
         )
 
     def _training_collate(self, collate: Any) -> Any:
-        """The collate function of training, from that of the trainer."""
+        """Return the collate function of training; subclasses wrap the trainer's."""
         return collate
 
     def _steps(self, loader: DataLoader) -> int:
@@ -397,12 +395,12 @@ class DPTrainer(Trainer):
         return math.ceil(self.args.num_train_epochs * plan.steps_per_epoch)
 
     def _tried_example(self, loader: DataLoader) -> Any:
-        """A synthetic batch, see `dpflash.sampling.synthetic`, or None where none can be made.
+        """Return a synthetic batch, see `dpflash.sampling.synthetic`, as the trial's example.
 
-        None too where the model replaces its own modules in the forward of such a batch.
+        Return None if none can be made, or if the forward of the batch replaces modules.
 
         Raises:
-            ValueError: of its samples a loss is not the model's own, or another one in company.
+            ValueError: a sample's loss differs from the model's own loss, or from its loss alone.
         """
         physical = self._performance.physical_batch_size or self.args.per_device_train_batch_size
         with random_state_kept(self.args.device):
@@ -420,14 +418,14 @@ class DPTrainer(Trainer):
                     is_changed = list(model.modules()) != modules
             except PrivateRefusal as error:
                 refusal = str(error)
-            except Exception:  # Model or loss may not take what is made up.
+            except Exception:  # model or loss may not support synthetic samples
                 return None
         if refusal is not None:
             raise ValueError(refusal)
         return None if is_changed else batches[-1]
 
     def _ranges(self) -> synthetic.Ranges:
-        """What integers the model takes."""
+        """The ranges of integers (tokens, labels, positions) that the model accepts."""
         model = plain_model(self._module())
         config = getattr(model, "config", None)
         try:
@@ -443,7 +441,10 @@ class DPTrainer(Trainer):
         )
 
     def _difference(self, batches: list[Any]) -> str | None:
-        """A message where losses of batches of `synthetic` are not what they must be."""
+        """Return an error message if a synthetic sample's loss is wrong, else None.
+
+        It is wrong if it differs from the model's own loss, or changes among other samples.
+        """
         model, loss = self._module(), self._sample_loss
         *alone, together, again = batches
         if loss is not None:
@@ -461,12 +462,11 @@ class DPTrainer(Trainer):
         )
 
     def _placed(self, inputs: Any) -> Any:
-        """A batch on the device of training."""
         is_packed = isinstance(inputs, PackedBatch)
         return inputs.to(self.args.device) if is_packed else self._prepare_inputs(inputs)
 
     def num_examples(self, dataloader: Any) -> int:
-        """The number of entries; of the training data, the public one."""
+        """Return the number of entries; for the training data, the public dataset size."""
         if isinstance(dataloader, LogicalBatches):
             return dataloader.loader.dataset_size
         return super().num_examples(dataloader)
@@ -474,7 +474,7 @@ class DPTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
-        """Trainer's, without a number of tokens to divide losses by, which is private."""
+        """Return the next batches, and None for the number of their tokens, which is private."""
         return list(islice(epoch_iterator, num_batches)), None
 
     # Steps
@@ -484,7 +484,7 @@ class DPTrainer(Trainer):
     ) -> Tensor:
         """Add the clipped gradients of a logical batch.
 
-        Returns 0, or the mean loss of its samples with log_private_metrics.
+        Return 0, or with log_private_metrics the mean loss of the samples.
         """
         if self._private_loader is None:
             raise ValueError(
@@ -499,11 +499,11 @@ class DPTrainer(Trainer):
             )
         if self._checkpoint is not None:
             raise ValueError(
-                "the checkpoint was not loaded, since the callback that does so was removed from "
+                "the checkpoint was not loaded, since the callback that loads it was removed from "
                 "the trainer: make a new trainer, and keep its callbacks"
             )
         model.train()
-        set_mode = getattr(self.optimizer, "train", None)  # of optimizers without a schedule
+        set_mode = getattr(self.optimizer, "train", None)  # schedule-free optimizers have modes
         if callable(set_mode):
             set_mode()
         total, count = torch.zeros((), device=self.args.device), 0
@@ -519,7 +519,7 @@ class DPTrainer(Trainer):
         return total / max(count, 1)
 
     def _refuse_hooks(self) -> None:
-        """Raise if something would see the gradients of microbatches, which have no noise."""
+        """Raise if a hook would see the gradients of microbatches, which have no noise."""
         for name, parameter in self._module().named_parameters():
             if parameter.requires_grad and parameter._backward_hooks:
                 raise RuntimeError(
@@ -534,7 +534,7 @@ class DPTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """One loss for each sample or pair, `[B]`, while the model trains."""
+        """Return one loss for each sample or pair, `[B]`, while the model trains."""
         if not model.training:
             return self._evaluated(model, inputs, return_outputs)
         assert self._private_loader is not None
@@ -543,11 +543,9 @@ class DPTrainer(Trainer):
         return (losses, outputs) if return_outputs else losses
 
     def _evaluated(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        """What an evaluation reports: the loss, with the outputs if they are asked for."""
         return super().compute_loss(model, inputs, return_outputs=return_outputs)
 
     def _losses_of(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """(losses `[B]`, outputs)."""
         if self._sample_loss is not None:
             return losses_of(model, inputs, self._sample_loss)
         if self._has_unknown_loss:
@@ -559,28 +557,28 @@ class DPTrainer(Trainer):
         losses = self.compute_loss_func(outputs, labels, num_items_in_batch=None)
         if not isinstance(losses, Tensor) or losses.ndim != 1:
             raise PrivateRefusal(
-                "compute_loss_func returned something else than a tensor [B], one loss for each "
-                "sample, such as dpflash.losses.causal_lm(logits, labels)"
+                "compute_loss_func returned something else than a tensor [B]: return one loss for "
+                "each sample, such as dpflash.losses.causal_lm(logits, labels)"
             ) from None
         return losses, outputs
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """0: the number of operations follows from the drawn batch."""
+        """Return 0, since the number of operations depends on the drawn batch."""
         return 0
 
     # Logs
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log what is public, and epsilon; the rest only with log_private_metrics.
+        """Log public values and epsilon; other values only with log_private_metrics.
 
-        The number of entries is public too: none is written where nothing public is left, nor
-        between the microbatches of a step, whose number is private.
+        The number of log entries is public too, so nothing is logged if no public value is left,
+        or between the microbatches of a step, whose number is private.
         """
         kept = self._public(logs)
         loader = self._private_loader
         if not self._log_private_metrics:
             is_inside = loader is not None and loader.tracker.is_inside
-            is_end = "train_runtime" in logs  # has no public key, and gets epsilon
+            is_end = "train_runtime" in logs  # no public key, but epsilon is added below
             if is_inside or not (kept or is_end):
                 return
         if loader is not None and not any(k.startswith(_EVALUATIONS) for k in kept):
@@ -613,8 +611,8 @@ class DPTrainer(Trainer):
         """Train as Trainer does; the result has no loss, time or count of the training data.
 
         Raises:
-            ValueError: for a checkpoint without spent privacy, or more steps than
-                `target_epsilon` allows after it.
+            ValueError: the checkpoint lacks the engine's state, or `args` asks for more steps
+                than `target_epsilon` allows after the checkpoint.
         """
         checkpoint: Any = resume_from_checkpoint
         if checkpoint is True:
@@ -630,14 +628,14 @@ class DPTrainer(Trainer):
         return TrainOutput(done.global_step, math.nan, metrics)
 
     def create_model_card(self, *arguments: Any, **options: Any) -> None:
-        """Trainer's card, with a section on privacy."""
+        """Write Trainer's model card, with a section on privacy."""
         super().create_model_card(*arguments, **options)
         self._write_card(self._in_output_dir(""))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Trainer's, with a section on privacy in the model card; of a checkpoint also the engine.
+        """Save the model, and a model card with a section on privacy; in a checkpoint the engine.
 
-        The folder can be given to `dpflash export`, `dpflash evaluate` and `dpflash audit --run`.
+        `dpflash export`, `dpflash evaluate` and `dpflash audit --run` take the folder.
         """
         super().save_model(output_dir, _internal_call)
         self._write_card(output_dir or self._in_output_dir(""))
@@ -656,7 +654,7 @@ class DPTrainer(Trainer):
     # Checkpoints
 
     def restore(self) -> None:
-        """Load the engine and the scheduler of the checkpoint that is resumed, if there is one."""
+        """Load the engine and the scheduler of the resumed checkpoint, if there is one."""
         checkpoint = self._checkpoint
         if checkpoint is None:
             return
@@ -667,10 +665,11 @@ class DPTrainer(Trainer):
         restored = self._private_optimizer.noise_multiplier
         if self._privacy.target_epsilon is not None and restored < chosen * (1 - 1e-6):
             self._refusal = (
-                f"resume_from_checkpoint={checkpoint!r} has noise_multiplier={restored:.6g}, and "
+                f"resume_from_checkpoint={checkpoint!r} has noise_multiplier={restored:.6g}, but "
                 f"target_epsilon={self._privacy.target_epsilon!r} for all steps of args needs "
-                f"{chosen:.6g}: the run would exceed it. Keep max_steps and num_train_epochs, or "
-                "pass PrivacyConfig(noise_multiplier=..., target_delta=...), to a new trainer"
+                f"{chosen:.6g}: the run would exceed target_epsilon. Make a new trainer with "
+                "max_steps and num_train_epochs unchanged, or with "
+                "PrivacyConfig(noise_multiplier=..., target_delta=...)"
             )
             raise ValueError(self._refusal)
         state = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
@@ -680,18 +679,18 @@ class DPTrainer(Trainer):
     # Evaluations
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Trainer's loader, or one of packed documents where training packs."""
+        """Return Trainer's loader, or a loader of packed documents if training packs."""
         if not isinstance(self.data_collator, PackTo):
             return super().get_eval_dataloader(eval_dataset)
         known: Any = self.eval_dataset
         given = known if eval_dataset is None else eval_dataset
         given = known[given] if isinstance(given, str) else given
         if given is None:
-            raise ValueError("eval_dataset=None: an evaluation needs one")
+            raise ValueError("eval_dataset=None: an evaluation needs a dataset")
         return _packed_loader(given, self.data_collator)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """Trainer's loader, or one of packed documents where training packs."""
+        """Return Trainer's loader, or a loader of packed documents if training packs."""
         if not isinstance(self.data_collator, PackTo):
             return super().get_test_dataloader(test_dataset)
         return _packed_loader(test_dataset, self.data_collator)
@@ -703,7 +702,7 @@ class DPTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Trainer's; of packed documents the losses of all, which Trainer takes the mean of."""
+        """Do Trainer's step; for packed documents return each one's loss, for Trainer's mean."""
         if self._private_loader is not None and not self._has_met_drawn:
             given = [x for _, x in tensors_of(inputs)]
             self._has_met_drawn = bool(self._private_loader.seen.drawn(given))
@@ -719,12 +718,12 @@ class DPTrainer(Trainer):
         return losses, logits.detach(), inputs.labels
 
     def evaluate(self, eval_dataset: Any = None, *arguments: Any, **options: Any) -> Any:
-        """Refuse the training data, whose metrics are private.
+        """Evaluate as Trainer does, but refuse the training data, whose metrics are private.
 
-        Where rows turn out to be copies of rows that training drew, metrics are not logged.
+        If a row turns out to be a copy of a row that training drew, metrics are not logged.
 
         Raises:
-            PrivateRefusal: training would choose a model by such metrics.
+            PrivateRefusal: training would choose a model by the metrics of such rows.
         """
         self._refuse_training_data(self.eval_dataset if eval_dataset is None else eval_dataset)
         with self._evaluating():
@@ -740,14 +739,14 @@ class DPTrainer(Trainer):
         return metrics
 
     def predict(self, test_dataset: Any, *arguments: Any, **options: Any) -> Any:
-        """Refuse the training data, whose metrics are private."""
+        """Predict as Trainer does, but refuse the training data, whose metrics are private."""
         self._refuse_training_data(test_dataset)
         with self._evaluating():
             return super().predict(test_dataset, *arguments, **options)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """In the block metrics of evaluations are logged; an evaluation may have others inside."""
+        """In the block, metrics of evaluations are logged. Blocks may be nested."""
         before = self._is_evaluating
         self._is_evaluating, self._has_met_drawn = True, False
         try:
@@ -763,10 +762,10 @@ class DPTrainer(Trainer):
             _refuse_training_data(evaluated, self._given_dataset)
 
     def hyperparameter_search(self, *arguments: Any, **options: Any) -> NoReturn:
-        """Refused: each trial releases a model, and the choice among them is not paid for."""
+        """Raise ValueError: each trial spends privacy, and choosing the best is not covered."""
         raise ValueError(
             "hyperparameter_search with DPTrainer: each trial spends privacy, and so does the "
-            "choice of the best. Train each with one ledger, and decide by public data"
+            "choice of the best. Train each model with the same ledger, and decide by public data"
         )
 
 
@@ -776,21 +775,23 @@ def _packed_loader(dataset: Any, pack: PackTo) -> DataLoader:
 
 
 class _Checkpoints(TrainerCallback):
-    """Loads and writes what checkpoints of a DPTrainer have besides those of a Trainer."""
+    """Loads and writes what checkpoints of DPTrainer contain besides Trainer's files."""
 
     def __init__(self, trainer: DPTrainer):
         self._trainer = trainer
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Load the checkpoint that is resumed, now that there is an optimizer and a scheduler."""
+        """Load the resumed checkpoint; optimizer and scheduler exist now."""
         self._trainer.restore()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Count the epoch from the first step, also in a run that began in the middle of one."""
+        """Compute the epoch from all steps, since a resumed run may begin within an epoch."""
         state.epoch = state.global_step / len(given["train_dataloader"])
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Remove what the engine's checkpoint has too, and those of removed checkpoints."""
+        """Remove the optimizer's file, which the engine's checkpoint contains, and the engine's
+        checkpoints of folders that were removed.
+        """
         folder = Path(args.output_dir)
         (folder / f"checkpoint-{state.global_step}" / _OPTIMIZER).unlink(missing_ok=True)
         for path in (folder / SECRET).glob("checkpoint-*.pt"):
@@ -819,8 +820,8 @@ def _check_options(options: Mapping[str, Any], log_private_metrics: bool) -> Non
     for name, values in _UPLOADS.items():
         if os.environ.get(name, "").lower() in values:
             raise ValueError(
-                f"{name}={os.environ[name]!r}: it uploads all of output_dir, {SECRET} "
-                "included, which is not for others; unset it"
+                f"{name}={os.environ[name]!r}: it uploads all of output_dir, also the secret "
+                f"folder {SECRET}; unset it"
             )
     if options.get("model_init") is not None:
         raise ValueError(
@@ -842,8 +843,8 @@ def _check_options(options: Mapping[str, Any], log_private_metrics: bool) -> Non
 def _refuse_training_data(evaluated: Any, train_dataset: Any) -> None:
     if share_entries(evaluated, train_dataset):
         raise ValueError(
-            "the dataset to evaluate on is train_dataset, or has entries of it: its metrics are "
-            "private, and would be logged. Evaluate on other data, or pass "
+            "the dataset to evaluate on is train_dataset, or shares entries with it: its metrics "
+            "are private, and would be logged. Evaluate on other data, or pass "
             "log_private_metrics=True and keep the logs secret"
         )
 

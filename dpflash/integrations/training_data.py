@@ -1,4 +1,4 @@
-"""Whether two data sets have entries in common, by where their entries are stored."""
+"""Detects whether two data sets share entries, from where the entries are stored."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _Places = NDArray[np.int64]
 def share_entries(one: Any, two: Any) -> bool:
     """Whether some entry of one data set is an entry of the other.
 
-    Seen through are Subset, ConcatDataset, TensorDataset, tensors, arrays, lists of objects and
-    tables of the `datasets` library; copies are not recognized.
+    Entries inside Subset, ConcatDataset, TensorDataset, tensors, arrays, lists of objects and
+    tables of the `datasets` library are found; copies are not recognized.
     """
     held: dict[int, list[_Places]] = {}
     for storage, places in _stored(one):
@@ -31,7 +31,7 @@ def share_entries(one: Any, two: Any) -> bool:
 
 
 def _stored(dataset: Any) -> Iterator[tuple[int, _Places]]:
-    """(storage, places of entries in it), of a data set or a dict of some."""
+    """Yield (storage, positions of entries in it) for a data set or a dict of data sets."""
     for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
         if part is not None:
             size = len(part) if hasattr(part, "__len__") else 1
@@ -57,7 +57,7 @@ def _places(dataset: Any, chosen: _Places) -> Iterator[tuple[int, _Places]]:
         step = dataset.stride(0) * dataset.element_size()
         yield hash(dataset.device), dataset.data_ptr() + step * chosen
     elif getattr(type(dataset), "__getitem__", None) in (list.__getitem__, tuple.__getitem__):
-        # Numbers and words may be one object wherever they occur.
+        # Equal numbers or strings may be the same object without being the same entry.
         entries = [dataset[i] for i in chosen]
         kept = [id(x) for x in entries if not isinstance(x, int | float | str | bytes)]
         yield 0, np.asarray(kept, dtype=np.int64)
@@ -68,7 +68,7 @@ def _places(dataset: Any, chosen: _Places) -> Iterator[tuple[int, _Places]]:
 
 
 def _columns(table: Any, rows: _Places) -> Iterator[tuple[int, _Places]]:
-    """Places of the rows of an Arrow table, by the addresses of its columns' buffers."""
+    """Yield (buffer address, positions of the rows) for each column of an Arrow table."""
     for name in table.column_names:
         begin = 0
         for chunk in table.column(name).chunks:

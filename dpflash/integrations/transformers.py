@@ -1,12 +1,12 @@
 """Registers dpflash's attention with transformers, as ``attn_implementation="dpflash"``.
 
-Three lines::
+Usage::
 
     from dpflash.integrations import transformers as dpflash_transformers
     dpflash_transformers.register()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="dpflash")
 
-`DPTrainer` is in `trainer`, and loaded when it is first used.
+`DPTrainer` is defined in `trainer`, which is imported at its first use.
 
 Letters: B samples, H query heads, T query tokens, S key tokens, D head dim.
 """
@@ -33,7 +33,7 @@ __all__ = ["DPTrainer", "NAME", "NEUTRAL_NAME", "register"]
 
 NAME = "dpflash"
 
-# For models that treat every name with "flash" in it as FlashAttention's (GPT-OSS, GPT-J).
+# For models that take every name that contains "flash" for FlashAttention's (GPT-OSS, GPT-J).
 NEUTRAL_NAME = "dp_attention"
 
 _ELSEWHERE = 'use attn_implementation="sdpa" or "eager" for this'
@@ -88,26 +88,25 @@ def __getattr__(name: str) -> Any:
 def register() -> str:
     """Register ``attn_implementation="dpflash"`` with transformers. A second call does nothing.
 
-    Such a model trains and generates like one with ``"sdpa"``, in memory O(T): padding on the left
-    or right, causal or not, grouped heads, values of another head dim (DeepSeek), sliding windows,
-    sinks (GPT-OSS), softcap (Gemma 2), a bias on the scores (T5), packed documents (`position_ids`
-    that restart, or one row with `cu_seq_lens_q` and `cu_seq_lens_k`), and decoding from a
-    cache that grows or is preallocated, any number of tokens at a time. Compiled models work too,
-    except for packed documents and several tokens on a filled or preallocated cache. Unsupported
-    features raise when the model runs: attention dropout, head_mask,
-    output_attentions, masks of more than two dimensions, and masks with holes. At padded queries
-    the hidden states differ from those of ``"sdpa"``; they are finite, and no other token sees
-    them.
+    A model with this name trains and generates as with ``"sdpa"``, in memory O(T) for T tokens.
+    Supported are padding on the left or right, causal and bidirectional attention, grouped heads,
+    values with another head dim (DeepSeek), sliding windows, sinks (GPT-OSS), softcap (Gemma 2),
+    a bias on the scores (T5), packed documents (`position_ids` that restart, or one row with
+    `cu_seq_lens_q` and `cu_seq_lens_k`), and decoding any number of tokens at a time from a
+    growing or preallocated cache. Compiled models work too, except for packed documents and
+    several tokens on a filled or preallocated cache. Attention dropout, head_mask,
+    output_attentions, masks of more than two dimensions and masks with holes raise an error when
+    the model runs. At padded queries the hidden states differ from those of ``"sdpa"``; they are
+    finite, and no other token attends to them.
 
-    Models whose code never asks transformers' attention interface (Falcon, BigBird,
-    Longformer, DeBERTa, ...) raise ValueError when they are made with this name: they train with
-    their own attention, ``attn_implementation="eager"``.
+    Models whose code does not use transformers' attention interface (Falcon, BigBird, Longformer,
+    DeBERTa, ...) raise ValueError when they are built with this name: train them with their own
+    attention, ``attn_implementation="eager"``.
 
-    While registered, transformers does not take this name for one of a FlashAttention package.
-    The same functions are also registered as "dp_attention", for code outside of transformers that
-    takes every name with "flash" in it for one.
-
-    ``experts_implementation="dpflash"`` is registered too, for the experts of a mixture.
+    After registration, transformers does not mistake "dpflash" for a FlashAttention package. The
+    same functions are also registered as "dp_attention", for other code that mistakes every name
+    containing "flash" for one. ``experts_implementation="dpflash"`` is registered too, for the
+    experts of a mixture-of-experts model.
 
     Returns:
         The name, "dpflash".
@@ -138,13 +137,13 @@ def register() -> str:
 def _experts(
     module: torch.nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Experts of a model that is not private, computed as transformers does.
+    """Compute the experts of a model that is not private, by transformers' own functions.
 
-    `make_private` gives experts their rule whatever `experts_implementation` is.
+    `make_private` replaces the experts' computation for any `experts_implementation`.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    # Grouped products take no float64.
+    # Grouped products do not support float64.
     wide = next(module.parameters()).dtype == torch.float64
     own = ALL_EXPERTS_FUNCTIONS["batched_mm" if wide else "grouped_mm"]
     result: Tensor = own(module, hidden_states, top_k_index, top_k_weights)
@@ -174,15 +173,15 @@ def _is_not_flash_attention() -> None:
 
     is_requested._dpflash = True  # type: ignore[attr-defined]
     generic.is_flash_attention_requested = is_requested
-    # Modules that were imported before hold the function by its name. A finalizer may import one
-    # meanwhile: `list(sys.modules.items())` would raise then.
+    # Modules imported earlier hold the old function. The copy is needed because a finalizer may
+    # import a module during the loop, and `list(sys.modules.items())` would raise then.
     for name, module in sys.modules.copy().items():
         if name.startswith("transformers.") and "is_flash_attention_requested" in vars(module):
             module.is_flash_attention_requested = is_requested  # type: ignore[attr-defined]
 
 
 def _refuse_models_with_their_own_attention() -> None:
-    """Make models that would run another attention than the one asked for raise when made."""
+    """Have models raise when built with our name if they would run their own attention."""
     from transformers import PreTrainedModel
 
     check = PreTrainedModel._check_and_adjust_attn_implementation
@@ -194,8 +193,8 @@ def _refuse_models_with_their_own_attention() -> None:
         if attn_implementation in (NAME, NEUTRAL_NAME) and _has_its_own_attention(type(self)):
             raise ValueError(
                 f'attn_implementation="{attn_implementation}" with {type(self).__name__}: its '
-                "code never asks transformers' attention interface, so it trains with its own "
-                'attention; pass attn_implementation="eager"'
+                "code never asks transformers' attention interface, but has its own attention; "
+                'pass attn_implementation="eager"'
             )
         return check(self, attn_implementation, *args, **kwargs)
 
@@ -204,7 +203,7 @@ def _refuse_models_with_their_own_attention() -> None:
 
 
 def _has_its_own_attention(model: type) -> bool:
-    """Whether the modules that define a model have attention, but not transformers' interface."""
+    """Whether the model's source files define attention without transformers' interface."""
     modules = [vars(sys.modules[base.__module__]) for base in model.__mro__[:-1]]
     # Every model inherits from PreTrainedModel, whose module defines the interface.
     own = [names for names in modules if names["__name__"] != "transformers.modeling_utils"]
@@ -243,16 +242,16 @@ def _mask(
     config: Any = None,
     **_: Any,
 ) -> Tensor | None:
-    """The mask argument of `_attention`; None if no key is masked.
+    """Return the mask argument of `_attention`; None if no key is masked.
 
-    Padding is `[B, S]`, bool, True where a key is attended to, or fewer than S where the last keys
-    of a preallocated cache are not known yet; for one query `[B, 1, 1, S]`. The borders of n
-    packed documents are `[n + 1]`, int32.
+    Padding is a bool tensor `[B, S]`, True where a key is attended to. It has fewer than S columns
+    if the last keys of a preallocated cache are not filled yet, and is `[B, 1, 1, S]` for one
+    query. The borders of n packed documents are `[n + 1]`, int32.
     """
     if q_length == 1:
         from transformers.masking_utils import sdpa_mask
 
-        # Of 4 dimensions, as models take such a mask as it is where `generate` has made it before.
+        # 4 dimensions: models do not change a 4-d mask if `generate` made it earlier.
         seen: Tensor | None = sdpa_mask(
             batch_size=batch_size,
             q_length=1,
@@ -268,14 +267,13 @@ def _mask(
         return seen
 
     compiling = torch.compiler.is_compiling()
-    if compiling:  # windows and documents cannot be distinguished
+    if compiling:  # windows and documents cannot be told apart
         name = mask_function.__code__.co_name
         names = {_PACKED} if name == "and_mask" else {name}
     else:
         names = set(_names(mask_function))
     if compiling and local_size is not None:
-        # A compiled call cannot inspect the function, which alone distinguishes chunks from
-        # windows.
+        # A compiled call cannot inspect the function, so the size tells chunks from windows.
         if local_size == getattr(config, "attention_chunk_size", None):
             names.add("chunked_overlay")
     if use_vmap or not names <= _FOLLOWED:
@@ -290,7 +288,7 @@ def _mask(
                 "packed documents",
                 _UNCACHED,
             )
-        # The queries are the last of the keys that are known by now.
+        # The queries' own keys are the last of the keys filled so far.
         known = int(q_offset) + q_length - int(kv_offset)
     if attention_mask is not None:
         attention_mask = attention_mask[:, int(kv_offset) :][:, :known]
@@ -321,7 +319,7 @@ def _closure(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _padding(mask: Tensor, batch_size: int, known: int, keys: int) -> Tensor | None:
-    """The padding of `known` keys; None if there is none, and no key that is not yet known."""
+    """The padding of the first `known` keys; None if all `keys` are attended to."""
     if tuple(mask.shape) != (batch_size, known):
         _refuse_data(
             "attention_mask of another shape",
@@ -351,9 +349,9 @@ def _packed_borders(
 
 
 def _borders(starts: Tensor) -> Tensor:
-    """`[n + 1]`, int32, from ``[B, T - 1]``: whether a document starts at tokens 1, 2, ...
+    """Return borders `[n + 1]`, int32, of the n documents in the flattened rows.
 
-    They are counted through the rows one after the other, each of which starts a document.
+    starts: ``[B, T - 1]``, whether a document starts at token 1, 2, ...; each row starts one too.
     """
     rows = torch.nn.functional.pad(starts, (1, 0), value=True)
     return torch.nn.functional.pad(rows.flatten(), (0, 1), value=True).nonzero()[:, 0].int()
@@ -377,7 +375,7 @@ def _attention(
     cu_seq_lens_k: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function: q `[B, H, T, D]` in, ``(o, None)`` with o `[B, T, H, D]` out."""
+    """The registered function: takes query `[B, H, T, D]`, returns (o `[B, T, H, D]`, None)."""
     _refuse_unsupported(module, dropout, kwargs)
     padding = borders = None
     if attention_mask is not None and attention_mask.ndim == 1:
@@ -451,7 +449,7 @@ def _dropout_names(module: torch.nn.Module, dropout: float) -> str:
 
 
 def _require_padding(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The padding `[B, S]`; raises for another mask."""
+    """Return the padding as `[B, S]`; raise if the mask is not padding."""
     if query.shape[2] == 1 and mask.ndim == 4 and mask.shape[1:3] == (1, 1):
         mask = mask[:, 0, 0]
     fits = mask.ndim == 2 and mask.shape[0] == key.shape[0] and mask.shape[1] <= key.shape[2]
@@ -504,7 +502,8 @@ def _borders_of_positions(
 ) -> Tensor | None:
     """Borders of documents where positions restart; None if each row is one document."""
     batch_size, tokens = query.shape[0], query.shape[2]
-    # Below a module that runs under vmap: the positions of all samples, which Python may look at.
+    # Inside a module that runs under vmap, unwrap the positions of all samples, so that Python
+    # can read them.
     while _functorch.is_batchedtensor(position_ids):
         dim = _functorch.maybe_get_bdim(position_ids)
         position_ids = _functorch.get_unwrapped(position_ids).movedim(dim, 0).flatten(0, 1)
@@ -516,7 +515,7 @@ def _borders_of_positions(
     starts = position_ids.diff(dim=1) != 1
     compiling = torch.compiler.is_compiling()
     if padding is not None:
-        # Without compiling, a mask that is not None masks keys, and padding shifts positions.
+        # Without compiling, a mask that is not None has padding, and padding shifts positions.
         if compiling and batch_size == 1:
             fine = ~starts.any() | ~padding.all()
             torch._assert_async(fine, "packed position_ids: not while compiling")
@@ -532,7 +531,8 @@ def _borders_of_positions(
     if not (causal and restarts[:, 0].all() and torch.equal(starts, restarts[:, 1:])):
         _refuse_data(
             "position_ids",
-            "expected consecutive ones, or in a causal model documents that each start alike",
+            "expected consecutive ones in each row, or in a causal model packed documents whose "
+            "positions all start at the same number",
             "pass cu_seq_lens_q and cu_seq_lens_k for packed documents",
             position_ids=position_ids[0].tolist(),
         )
@@ -547,7 +547,7 @@ def _pattern(
     borders: Tensor | None,
     padding: Tensor | None,
 ) -> Pattern | None:
-    """The pattern of the call; None for dense attention, which for one query is never causal."""
+    """The pattern of the call; None for dense attention (with one query never causal)."""
     if borders is not None:
         documents = Documents(cu_seqlens=borders.tolist(), causal=causal)
         if sliding_window is not None and int(borders.diff().max()) > sliding_window:
@@ -566,7 +566,7 @@ def _pattern(
         cause = "is_causal=True" if causal else f"sliding_window={sliding_window}"
         _refuse_data(
             f"{cause} with another number of queries than keys",
-            "expected as many queries as keys, or in a causal model no more",
+            "expected as many queries as keys, or in a causal model at most as many",
             _UNCACHED,
         )
     if sliding_window is not None and sliding_window < keys:
@@ -574,7 +574,7 @@ def _pattern(
     return None
 
 
-# Patterns are made in plain Python, also for a compiled model.
+# Patterns are built by Python code that torch.compile must not trace.
 @torch.compiler.assume_constant_result
 def _sliding_window(tokens: int, causal: bool) -> Pattern:
     """A window of `tokens` tokens: the token itself and those before it (and after it)."""

@@ -1,4 +1,4 @@
-"""DPSFTTrainer and DPDPOTrainer: TRL's trainers, which train with differential privacy.
+"""DPSFTTrainer and DPDPOTrainer: TRL's trainers with differential privacy.
 
 Letters: B pairs, T tokens, V classes.
 """
@@ -25,10 +25,10 @@ from ..packing import PackTo, Pairs
 from .sample_losses import SampleLoss, plain_model
 from .trainer import DPTrainer
 
-# Documents of fewer tokens, on average, leave space in a microbatch.
+# Mean tokens of a document; shorter documents leave part of a microbatch empty.
 _TOKENS_OF_DOCUMENT = 64
 _NO_OFFLOADING = ((False,), "use gradient_checkpointing=True")
-# Those of which a pair's loss depends on that pair alone.
+# The values of loss_type with which a pair's loss depends on that pair alone.
 _LOSSES_OF_PAIRS = (
     "sigmoid",
     "hinge",
@@ -44,7 +44,7 @@ _LOSSES_OF_PAIRS = (
     "sft",
     "sigmoid_norm",
 )
-# What DPDPOTrainer calls or replaces in TRL.
+# The methods of TRL that DPDPOTrainer calls or replaces.
 _OF_DPO = ("_compute_loss", "compute_ref_log_probs")
 _NOT_OF_MODEL = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
 _NO_LABEL = -100
@@ -62,7 +62,7 @@ class _TRLTrainer(DPTrainer):
                 f"{type(self.args).__name__}(router_aux_loss_coef=0.0)"
             )
         super()._check_model()
-        # Give the model the forward of its class, which SFTTrainer has replaced in the object.
+        # Restore the forward of the model's class, which SFTTrainer has replaced in the object.
         model = plain_model(self._module())
         forward = vars(model).get("forward")
         code = getattr(getattr(forward, "__func__", None), "__code__", None)
@@ -73,27 +73,27 @@ class _TRLTrainer(DPTrainer):
 class DPSFTTrainer(_TRLTrainer, SFTTrainer):
     """`trl.SFTTrainer` with differential privacy.
 
-    It prepares data as SFTTrainer does, and trains as `DPTrainer`. The loss is that of the logits,
-    the mean over each sample's own labels: SFTTrainer's fused head uses the weight of `lm_head`
-    without calling the module, so its gradient would not be clipped. Evaluations report that
-    loss alone.
+    It prepares data as SFTTrainer does, and trains as `DPTrainer` does. A sample's loss is
+    computed from the logits, as the mean over the sample's own labels: SFTTrainer's fused head
+    uses the weight of `lm_head` without calling the module, so its gradient would not be clipped.
+    Evaluations report this loss alone.
 
-    With ``packing=True`` or ``padding_free=True`` the entries are packed as documents, each a
-    sample, by `dpflash.packing.PackTo`: into rows of `max_length` tokens, as many in a microbatch
-    as ``PerformanceConfig(physical_batch_size=...)`` says, by default 1. TRL's own packing, which
-    makes one entry of several, does not run. For other sizes pass ``data_collator=PackTo(...)``.
+    With ``packing=True`` or ``padding_free=True``, `dpflash.packing.PackTo` packs the entries as
+    documents. Each document is one sample. A row has `max_length` tokens, and a microbatch has
+    ``PerformanceConfig(physical_batch_size=...)`` rows (default 1). TRL's own packing, which
+    joins several entries, does not run. For other sizes pass ``data_collator=PackTo(...)``.
 
     Args:
         model, args, privacy, performance, engine, log_private_metrics: as for `DPTrainer`.
-        options: those of `trl.SFTTrainer`: train_dataset, processing_class, peft_config, ...
+        options: the other arguments of `trl.SFTTrainer`, such as train_dataset.
 
     Raises:
-        ValueError: for an option that cannot be private, naming it and the way out:
-            packing_strategy="wrapped", loss_type="dft", losses of routers, Liger, and those of
-            `DPTrainer`.
+        ValueError: names an option that is not supported in private training, and what to do:
+            packing_strategy="wrapped", loss_type="dft", losses of routers, Liger, and the options
+            that `DPTrainer` refuses.
 
     Guarantees:
-        Those of `DPTrainer`.
+        The guarantees of `DPTrainer`.
     """
 
     _refused = {
@@ -114,7 +114,7 @@ class DPSFTTrainer(_TRLTrainer, SFTTrainer):
             if not isinstance(options.get("data_collator"), PackTo):
                 options["data_collator"] = _pack_of(args, performance, options)
                 performance = replace(performance, physical_batch_size=None)
-            # A copy, of which the constructor would read the environment and the device again.
+            # copy.copy, since the class's constructor would read environment and device again.
             args = copy.copy(args)
             args.__dict__.update(packing=False, padding_free=False, eval_packing=None)
         super().__init__(model, args, performance=performance, **options)
@@ -127,31 +127,31 @@ class DPSFTTrainer(_TRLTrainer, SFTTrainer):
 class DPDPOTrainer(_TRLTrainer, DPOTrainer):
     """`trl.DPOTrainer` with differential privacy. A preference pair is one sample.
 
-    It prepares data as DPOTrainer does, and trains as `DPTrainer`: an entry of train_dataset is a
-    pair, whose chosen and rejected answers are clipped as one. The loss of a pair is what
-    DPOTrainer computes for a batch of that pair alone, from logits. TRL takes the mean of
-    loss_type="sft" over the tokens of a batch; here it is the mean over each pair's own.
-    Evaluations report the loss and the rewards that DPOTrainer reports.
+    It prepares data as DPOTrainer does, and trains as `DPTrainer` does. An entry of train_dataset
+    is a pair, and the gradient of a pair, over both answers, is clipped as one. A pair's loss is
+    the loss that DPOTrainer computes for a batch of that pair alone, from logits. For
+    loss_type="sft", TRL averages over the tokens of a batch, but here the mean is over each pair's
+    own tokens. Evaluations report the loss and the rewards that DPOTrainer reports.
 
-    The reference model is called without gradients and outside of the privacy step. The
-    reference, and the model that training starts from, count as public: if they were trained on
-    the same pairs, the epsilon of that training adds to this one's.
+    The reference model is called without gradients and outside of the privacy step. The reference
+    model and the initial model count as public: if they were trained on the same pairs, the
+    epsilon of that training must be added.
 
     Args:
         model, args, privacy, performance, engine, log_private_metrics: as for `DPTrainer`.
-        options: those of `trl.DPOTrainer`: ref_model, train_dataset, processing_class, ...
+        options: the other arguments of `trl.DPOTrainer`, such as ref_model and train_dataset.
 
     Raises:
-        ValueError: for an option that cannot be private, naming it and the way out:
+        ValueError: names an option that is not supported in private training, and what to do:
             loss_type="aot" and "aot_unpaired", which sort the pairs of a batch, padding_free,
-            losses of routers, images, Liger, and those of `DPTrainer`.
+            losses of routers, images, Liger, and the options that `DPTrainer` refuses.
         ImportError: for a version of TRL before 1.15.
 
     Guarantees:
-        Those of `DPTrainer`, for one preference pair as the privacy unit.
+        The guarantees of `DPTrainer`, for one preference pair as the privacy unit.
     """
 
-    # Of DPOTrainer, which type checkers may not see.
+    # Attributes of DPOTrainer, for type checkers that cannot import TRL.
     precompute_ref_logps: bool
     _metrics: dict[str, Any]
     _total_train_tokens: int
@@ -167,16 +167,16 @@ class DPDPOTrainer(_TRLTrainer, DPOTrainer):
             if kind not in _LOSSES_OF_PAIRS:
                 raise ValueError(
                     f"args.loss_type has {kind!r}: a pair's loss must depend on that pair alone, "
-                    "and this one is not known to (those of AOT sort the pairs of a batch); pass "
-                    f"some of {', '.join(_LOSSES_OF_PAIRS)}"
+                    "which is not known of this loss (the AOT losses sort the pairs of a batch); "
+                    f"pass some of {', '.join(_LOSSES_OF_PAIRS)}"
                 )
 
     def _check_model(self) -> None:
         _require_known_dpo()
         if self._is_vision_dataset:
             raise ValueError(
-                "train_dataset has images, whose tensors do not say which pair a row is of: "
-                "train on texts, or with a loop of your own (dpflash.packing.Pairs)"
+                "train_dataset has images, whose tensors do not show which pair a row belongs to: "
+                "train on texts, or write your own loop (dpflash.packing.Pairs)"
             )
         super()._check_model()
         if self.ref_model is not None:
@@ -214,7 +214,7 @@ class DPDPOTrainer(_TRLTrainer, DPOTrainer):
         return torch.stack(losses), outputs
 
     def _reference(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Log-probabilities `[B]` by the reference model, of a batch of DPOTrainer."""
+        """Return the reference model's log-probabilities `[B]` for a batch of DPOTrainer."""
         if self.precompute_ref_logps:
             return {name: inputs[name] for name in ("ref_chosen_logps", "ref_rejected_logps")}
         reference: Any = self.ref_model
@@ -225,7 +225,7 @@ class DPDPOTrainer(_TRLTrainer, DPOTrainer):
 
     @contextmanager
     def _trl_state(self, *, is_logged: bool) -> Iterator[None]:
-        """In the block DPOTrainer reads the batch's reference, and logs metrics only if asked."""
+        """In the block DPOTrainer reads the batch's reference; it logs metrics if `is_logged`."""
         precomputed, metrics = self.precompute_ref_logps, self._metrics
         tokens = self._total_train_tokens
         self.precompute_ref_logps = True
@@ -240,12 +240,12 @@ class DPDPOTrainer(_TRLTrainer, DPOTrainer):
 
 
 def _scores_of(logits: Tensor) -> Callable[..., SimpleNamespace]:
-    """In place of a model: its scores for TRL, from logits `[R, T, V]`."""
+    """Return a function that replaces the model's call in TRL, from logits `[R, T, V]`."""
     return lambda **given: _scores(logits, given["labels"])
 
 
 def _with_scores(model: nn.Module) -> Callable[..., SimpleNamespace]:
-    """The model, called as one with TRL's fused head."""
+    """Wrap the model so that TRL can call it like a model with TRL's fused head."""
 
     def call(labels: Tensor | None = None, fused_lm_head: bool = False, **given: Any) -> Any:
         outputs = model(**given)
@@ -255,10 +255,10 @@ def _with_scores(model: nn.Module) -> Callable[..., SimpleNamespace]:
 
 
 def _scores(logits: Tensor, labels: Tensor) -> SimpleNamespace:
-    """The fields of TRL's fused head, `[R, T - 1]`: numbers of each next token.
+    """Compute the outputs `[R, T - 1]` of TRL's fused head, for each next token of R rows.
 
-    Of logits `[R, T, V]` the last T count, as the virtual tokens of a prompt's adapter come first;
-    of labels `[R, T]` those that are not -100.
+    Only the last T logits of a row are used, since a prompt adapter's virtual tokens come first.
+    Labels `[R, T]` of -100 have log-probability 0.
     """
     logits = logits[:, -labels.shape[1] : -1]
     is_label, following = labels[:, 1:] != _NO_LABEL, labels[:, 1:].clamp(min=0)
@@ -275,7 +275,6 @@ def _scores(logits: Tensor, labels: Tensor) -> SimpleNamespace:
 
 
 def _require_known_dpo() -> None:
-    """Refuse a version of TRL whose DPOTrainer computes losses in another way."""
     missing = [name for name in _OF_DPO if not hasattr(DPOTrainer, name)]
     if missing or not hasattr(dpo_trainer, "add_fused_lm_head"):
         raise ImportError(
@@ -285,28 +284,28 @@ def _require_known_dpo() -> None:
 
 
 def _pack_of(args: Any, performance: PerformanceConfig, options: Mapping[str, Any]) -> PackTo:
-    """What SFTConfig(packing=True) or SFTConfig(padding_free=True) means."""
+    """Return the PackTo for SFTConfig(packing=True) or SFTConfig(padding_free=True)."""
     asked = "packing" if args.packing else "padding_free" if args.padding_free else "eval_packing"
     if options.get("data_collator") is not None:
         raise ValueError(
             f"args.{asked}=True with data_collator={type(options['data_collator']).__name__}: "
-            "pass data_collator=dpflash.packing.PackTo(...), or leave it out"
+            "pass data_collator=dpflash.packing.PackTo(...), or leave data_collator out"
         )
     if asked == "eval_packing":
         raise ValueError(
-            "args.eval_packing=True without packing: evaluations pack as training does; pass "
-            "packing=True, or leave it out"
+            "args.eval_packing=True without packing: evaluations pack only if training packs; "
+            "pass packing=True, or leave eval_packing out"
         )
     if args.packing and args.packing_strategy != "bfd":
         raise ValueError(
-            f"args.packing_strategy={args.packing_strategy!r}: it cuts an entry into several, "
+            f"args.packing_strategy={args.packing_strategy!r}: it cuts an entry into pieces, "
             "each of which would count as a sample; leave it out, or pass data_collator="
-            "dpflash.packing.PackTo(rows=...), which keeps them one sample"
+            "dpflash.packing.PackTo(rows=...), which keeps an entry one sample"
         )
     if args.max_length is None:
         raise ValueError(
-            f"args.{asked}=True with max_length=None: rows have max_length tokens; pass it, or "
-            "data_collator=dpflash.packing.PackTo(...)"
+            f"args.{asked}=True with max_length=None: rows have max_length tokens; pass "
+            "max_length, or data_collator=dpflash.packing.PackTo(...)"
         )
     rows = performance.physical_batch_size or 1
     tokens = rows * args.max_length

@@ -1,1 +1,1 @@
-"""The privacy spent: spending, budget, ledger, secret keys, random masks and public facts."""
+"""Privacy accounting of a run (spending, budget, ledger), its secret keys, and public facts."""

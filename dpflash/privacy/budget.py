@@ -24,12 +24,13 @@ class PrivacyBudget:
     Args:
         epsilon: the limit at delta, > 0 and finite.
         delta: in (0, 1), well below 1 / number of samples.
-        when_spent: with "raise", the step that does not fit raises `BudgetSpent`. With "stop",
-            a loop over the private loader also ends before it draws a batch that no step could
-            release: at once, with a warning of `make_private`, where earlier runs spent it all.
+        when_spent: with "raise", a step that would exceed the budget raises `BudgetSpent`. With
+            "stop", a loop over the private loader also ends before it draws a batch that no step
+            could release. If earlier runs have spent the budget, `make_private` warns, and the
+            loop ends at once.
 
     Raises:
-        ValueError: names the argument, its value and the way out.
+        ValueError: names the argument, its value and what to do.
 
     Guarantees:
         After each step that `make_private(..., budget=...)` allows, the engine's epsilon at delta

@@ -1,4 +1,4 @@
-"""The section of a model card that says what is private, how, and what is not."""
+"""The section of a model card that states the guarantee and what it does not cover."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _OF_OWN_LEDGER = "For the runs of its own ledger alone, the weights"
 def privacy_section(
     report: Mapping[str, Any], unit: str, audit: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """The lines of the section, which begins with `TITLE` and has parts of the third level.
+    """Return the lines of the section; it begins with `TITLE` and has headings of level 3.
 
     Args:
-        report: of a run. Only values that epsilon covers or that count as public are used. Its
-            "by_run" is what `ledger_runs.epsilon_by_run` found.
-        unit: what a privacy unit is called, such as "patient".
-        audit: what `dpflash audit --run` found with the run's settings; None without one.
+        report: report of a run. Only values that epsilon covers or that count as public are used.
+            Its "by_run" is the result of `ledger_runs.epsilon_by_run`.
+        unit: name of a privacy unit, such as "patient".
+        audit: the result of `dpflash audit --run` for the run's settings, or None.
     """
     by_run = report.get("by_run")
     total = by_run["total"] if by_run else {}
@@ -74,14 +74,14 @@ def privacy_section(
 def with_epsilon(
     report: Mapping[str, Any], spending: Spending, delta: float, *, seeded: bool, base: str | None
 ) -> dict[str, Any]:
-    """The report of a run with what was spent, by it and by others in its ledger.
+    """Return a run's report together with the epsilon of this run and others in its ledger.
 
     Args:
-        report: of the run, see `PrivateRun.report`.
-        spending: of its engine.
-        delta: of epsilon.
-        seeded: whether a seed gave its noise.
-        base: name of the pretrained model; None for a new one.
+        report: report of the run, see `PrivateRun.report`.
+        spending: spending of the run's engine.
+        delta: delta at which epsilon is computed.
+        seeded: whether the noise was derived from a seed.
+        base: name of the pretrained model; None for a new model.
     """
     ledger = None if spending.ledger is None else Ledger(spending.ledger.path)
     accountant = spending.accountant.mechanism()
@@ -102,9 +102,9 @@ def with_epsilon(
 
 
 def write_card_and_report(folder: Path, report: dict[str, Any], description: str | None) -> Path:
-    """Write report.json, and the section of README.md, or replace it; returns its path.
+    """Write report.json, and write or replace the section of README.md; return its path.
 
-    `description` introduces the model where there is no README.md yet.
+    `description` introduces the model if there is no README.md yet.
     """
     follow_umask(folder)
     report = {**report, "weights": weights_digest(folder)}
@@ -114,7 +114,7 @@ def write_card_and_report(folder: Path, report: dict[str, Any], description: str
     before = "# Model card\n" + ("" if description is None else f"\n{description}\n")
     before = card.read_text(encoding="utf-8") if card.exists() else before
     before, is_there, old = before.partition(f"{TITLE}\n")
-    # The first section, after the introduction of the model.
+    # The section on privacy is the first one after the model's introduction.
     parts = (f"\n{old}" if is_there else before).partition("\n## ")
     before = before if is_there else parts[0]
     section = "\n".join(privacy_section(report, report["config"]["unit"]))
@@ -128,7 +128,7 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def follow_umask(folder: Path) -> None:
-    """Give a model's weights the mode of new files; safetensors writes for their owner alone."""
+    """Give weight files the mode of new files; safetensors lets only their owner read them."""
     new = folder / f".{os.getpid()}.tmp"
     new.touch()
     mode = stat.S_IMODE(new.stat().st_mode)
@@ -139,7 +139,7 @@ def follow_umask(folder: Path) -> None:
 
 
 def weights_digest(folder: Path) -> str | None:
-    """SHA-256 of a model's files of weights, by which a report knows them; None without any."""
+    """Return SHA-256 of a model's weight files, for the report; None if there are none."""
     found = None
     for path in _weights(folder):
         found = found or hashlib.sha256()
@@ -150,7 +150,7 @@ def weights_digest(folder: Path) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python, torch and dpflash."""
+    """Return the versions of Python, torch and dpflash."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -237,7 +237,7 @@ def _shown(epsilon: float | None) -> str:
 
 
 def _audit_part(audit: Mapping[str, Any]) -> list[str]:
-    """The lines about the audit; its numbers do not depend on the training data."""
+    """Return the lines on the audit; its numbers do not depend on the training data."""
     passed = "nothing refuted the claim" if audit["ok"] else "**the claim was refuted**"
     checks = audit["checks"]
     failed = [check["name"] for check in checks if not check["ok"]]

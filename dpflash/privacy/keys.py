@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 
 def master_key(seed: int | None = None) -> bytes:
-    """A new 32-byte key: from the operating system, or from a seed for reproducible research."""
+    """Return a 32-byte key from the operating system, or from a seed for reproducible research."""
     if seed is None:
         return os.urandom(KEY_BYTES)
     if isinstance(seed, bool) or not isinstance(seed, Integral):
@@ -39,12 +39,12 @@ def master_key(seed: int | None = None) -> bytes:
 
 
 def derive_key(key: bytes, purpose: str) -> bytes:
-    """An independent 32-byte key for one purpose, so that sampling and noise never share bits."""
+    """Derive an independent 32-byte key for one purpose: sampling and noise never share bits."""
     return hashlib.blake2b(purpose.encode(), key=key, digest_size=KEY_BYTES).digest()
 
 
 def uniform_words(key: bytes, *, index: int, count: int) -> np.ndarray:
-    """Uniform words [count], uint64, at address `index`."""
+    """Return uniform random words [count], uint64, at address `index`."""
     parts = [
         np.frombuffer(
             keystream(
@@ -62,11 +62,11 @@ def uniform_words(key: bytes, *, index: int, count: int) -> np.ndarray:
 
 
 class Uncopied:
-    """Base of objects that hold a key: refuses copies and pickles, which would use it again."""
+    """Base of objects that hold a key: refuses copies and pickles, which would reuse the key."""
 
     no_copy: ClassVar[str]  # why there is no copy, and what to do instead
 
-    # copy.copy, copy.deepcopy and pickle all call it.
+    # copy.copy, copy.deepcopy and pickle call this method.
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"{type(self).__name__} cannot be copied or pickled: {self.no_copy}")
 
@@ -74,28 +74,28 @@ class Uncopied:
 class RunKeys(Uncopied):
     """The secret keys of one run, under which no two releases get the same noise or draw.
 
-    They are derived from the seed, or come from the operating system. `run` is the unique name of
-    the run in the ledger, `branch` that of this continuation of it ("" before a checkpoint is
-    loaded).
+    The keys are derived from the seed, or come from the operating system. `run` is the unique name
+    of the run in the ledger. `branch` names this continuation of the run ("" before a checkpoint
+    is loaded).
 
     Guarantees:
-        Without a seed no two continuations of a run share a key. With a seed they do where
-        neither ledger nor process knows of the other one.
+        Without a seed no two continuations of a run share a key. With a seed they do if neither a
+        ledger nor the process knows of both.
     """
 
     no_copy = "it would make the same noise and draws; build another PrivacyEngine"
 
     def __init__(self, seed: int | None, ranks: Ranks, *, ledger_releases: int = 0):
         self.seed = seed
-        # Part of the keys of noise and draws. With a seed it is the number of the ledger's
-        # releases where the run begins on a ledger, or an older checkpoint is loaded.
+        # Part of the keys of noise and draws. With a seed it is the ledger's number of releases
+        # when the run begins, or when an older checkpoint is loaded.
         self.incarnation = ledger_releases
         self._ranks = ranks
         self.master = self._new_master()
         self.branch = ""
         self.run = self._new_token()
         self._engine = next(_numbers)
-        # Where this engine took over from another one.
+        # The run, branch and release of the loaded checkpoint, see `place_of`.
         self._loaded: dict[str, Any] | None = None
         self._has_warned = False
 
@@ -106,14 +106,14 @@ class RunKeys(Uncopied):
 
     @property
     def sampling(self) -> bytes:
-        """The key of the draws."""
+        """The key of the sampling."""
         return derive_key(self.master, f"sampling-{self.incarnation}")
 
     def begin_model(self) -> None:
         """Change the keys for another model, whose releases are counted from 0 again.
 
-        Calls no collectives: the new name of the run is derived from run and branch, which no
-        other engine has.
+        No collectives are called: the run's new name is derived from run and branch, which
+        together are unique to this engine.
         """
         self.master = derive_key(self.master, "next model")
         name = f"{self.run} {self.branch}".encode()
@@ -121,15 +121,16 @@ class RunKeys(Uncopied):
         self.branch, self._loaded = "", None
 
     def leave_ranks(self) -> None:
-        """Continue in a forked process, which is not one of the ranks, under keys of its own."""
+        """Continue in a forked process, which is not a rank, under new keys."""
         self._ranks = Ranks()
         self.master, self.branch = master_key(), self._new_token()
 
     def claim(self, step: int) -> None:
         """Record a release before it is made, for an engine without a ledger.
 
-        Warns if the engine that wrote a checkpoint and one restored from it both continue; raises
-        a RuntimeError if another engine of this process, restored from the same one, has made it.
+        Warn if the engine that wrote a checkpoint and an engine restored from it both continue.
+        Raise RuntimeError if two engines of this process, restored from the same checkpoint, make
+        the same release.
         """
         claims = _claims.setdefault((self.run, self.incarnation), {})
         is_restored = self._loaded is not None
@@ -138,9 +139,9 @@ class RunKeys(Uncopied):
             raise RuntimeError(
                 "another engine of this process was restored from the same checkpoint and has "
                 "released steps since: neither engine's epsilon includes the other's steps, and "
-                "with a seed both use the same noise, so that their difference shows the data. "
-                "Continue from the other's newest checkpoint, or use PrivacyEngine(ledger=...) "
-                "from the start, which counts both"
+                "with a seed both use the same noise, so that the difference of their releases "
+                "shows the data. Continue from the other engine's newest checkpoint, or use "
+                "PrivacyEngine(ledger=...) from the start, which counts both"
             )
         own = claims.setdefault(self._engine, _Claim(range(step, step), is_restored))
         own.steps, own.is_restored = range(own.steps.start, step + 1), is_restored
@@ -154,7 +155,7 @@ class RunKeys(Uncopied):
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """The run as plain values. They hold a key only with a seed, which gives it away too."""
+        """The run as plain values. With a seed they contain the key, which the seed determines."""
         state = {
             "incarnation": self.incarnation,
             "run": self.run,
@@ -164,20 +165,20 @@ class RunKeys(Uncopied):
         return state if self.seed is None else {**state, "key": self.master.hex()}
 
     def knows_all(self, state: Mapping[str, Any], releases: int) -> bool:
-        """Whether a checkpoint has all of the releases that were made with these keys so far."""
+        """Whether a checkpoint contains all releases that were made with these keys so far."""
         own = place_of({**self.state_dict(), "releases": releases})
         return place_of(state) in (own, self._loaded) and state["releases"] == releases
 
     def load_state_dict(self, state: Mapping[str, Any], *, ledger_releases: int | None) -> None:
         """Continue the run of a checkpoint as a new branch; all ranks call this together.
 
-        Without a seed the keys are new. With one they are those of the checkpoint, as long as the
-        ledger (None without one) has no release that the checkpoint does not know.
+        Without a seed the keys are new. With a seed they are the checkpoint's keys, unless the
+        ledger has releases that the checkpoint lacks (ledger_releases is None without a ledger).
         """
         if self.seed is None and state["seed"] is not None:
             warn(
                 f"the checkpoint's run has seed={state['seed']!r}, and this engine has it now: "
-                "whoever knows it can subtract the noise, so results are not for release",
+                "whoever knows the seed can subtract the noise, so results are not for release",
             )
         self._loaded = place_of(state)
         self.run, self.seed = state["run"], state["seed"]
@@ -199,7 +200,7 @@ class RunKeys(Uncopied):
 
 
 def place_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What names a run, its continuation and a release, of a checkpoint."""
+    """The part of a checkpoint that identifies a run, its continuation and a release."""
     return {name: state[name] for name in ("run", "incarnation", "branch", "releases")}
 
 
@@ -211,6 +212,6 @@ class _Claim:
     is_restored: bool
 
 
-# (run, incarnation) -> engine -> its releases. Without a ledger, noise that is used twice can be
-# detected within one process only.
+# (run, incarnation) -> engine -> its releases. Without a ledger, reused noise can be detected
+# within one process only.
 _claims: dict[tuple[str, int], dict[int, _Claim]] = {}

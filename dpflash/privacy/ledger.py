@@ -28,8 +28,8 @@ from .privacy_unit import SAMPLE, kind_of, renamed
 # Far above any number of steps or samples, and exact as a float.
 _GREATEST = 10**15
 _KEYS = ("steps", "run", "event", "epsilon", "delta", "accountant", "unit", "digest")
-# Of lines behind the load of a checkpoint, of lines with a note in place of steps, of the first
-# line of a run, and of lines that correct the unit's name.
+# Optional keys: "branch" after a checkpoint was loaded, "note" of a line without steps, "about" of
+# a run's first line, "was" of a line that corrects the unit's name.
 _OTHER_KEYS = {"branch", "note", "about", "was"}
 REFUSED = "ended by a private refusal"
 LOST = "ended with another rank, perhaps by a private refusal"
@@ -39,11 +39,11 @@ _DIGEST_LENGTH = len(_DIGEST % (b"0" * 32))
 
 
 class _Cover(NamedTuple):
-    """Of whom a line's event covers later steps, and how many; the branch of any if None."""
+    """The later steps that a line's event covers."""
 
     run: str
-    branch: str | None
-    steps: float
+    branch: str | None  # None for any branch
+    steps: float  # how many
 
     def is_of(self, line: LedgerLine) -> bool:
         return self.run == line.run and self.branch in (None, line.branch)
@@ -56,23 +56,22 @@ class LedgerLine:
     # numbers of the steps, counted through the whole ledger from 1
     first: int
     last: int
-    run: str  # the run that made them
+    run: str  # the run that made the steps
     # privacy event of each step; None if an earlier line already covers its cost
     event: Event | None
-    epsilon: float | None  # upper end, over all steps up to the last; None if it was not computed
-    delta: float | None  # of that epsilon
+    epsilon: float | None  # upper end, over all steps up to `last`; None if it was not computed
+    delta: float | None  # the delta of epsilon
     accountant: str  # name of the accountant that computed epsilon
-    digest: str  # of all lines before it and of its other values
-    unit: str  # the privacy unit, of which neighbors differ in one
-    # which continuation of the run made them; "" before a checkpoint was loaded. Two continuations
-    # of one ledger have other noise and draws, and other digests.
+    digest: str  # digest of all earlier lines and of this line's other values
+    unit: str  # the privacy unit: neighboring datasets differ in one unit
+    # the continuation of the run that made the steps; "" before a checkpoint was loaded. Two
+    # continuations have different noise, draws and digests.
     branch: str = ""
-    # what happened between two steps; such a line covers none, so that its last step is the one
-    # before its first
+    # what happened between two steps; a line with a note covers no step, so last = first - 1
     note: str | None = None
-    # of the run, from this line on: see `source.about_run`; None where nothing of it changes
+    # facts on the run from this line on, see `source.about_run`; None if they did not change
     about: Mapping[str, Any] | None = None
-    # of a line that corrects the name of the unit: what it was called before
+    # in a line that corrects the name of the unit: the old name
     was: str | None = None
 
     @property
@@ -84,12 +83,12 @@ class LedgerLine:
 class Ledger:
     """An append-only file of JSON lines, read when it is opened.
 
-    Each line holds a digest of everything before it, and the file's guard a copy of the last line
-    (see `LedgerFile`). `lines` are those of the file when it was opened, and `names` has the last
-    name of each unit that was renamed.
+    Each line contains a digest of everything before it, and the file's guard contains a copy of
+    the last line (see `LedgerFile`). `lines` are the lines that the file had when it was opened,
+    and `names` maps each renamed unit to its last name.
 
     Guarantees:
-        A line is flushed to the disk before `append` returns, so a crash after it can only
+        A line is flushed to the disk before `append` returns, so a later crash can only
         over-count. A file is refused (ValueError) if its lines cannot be read, or if it does not
         end with the line of its guard because it was changed, truncated or emptied. Only an
         unfinished last line, whose release was not made, is ever removed.
@@ -125,17 +124,17 @@ class Ledger:
         return self.called(self.lines[-1].unit) if self.lines else None
 
     def called(self, unit: str) -> str:
-        """The last name of a unit that lines call so."""
+        """The last name of a unit, which may have been renamed."""
         return self.names.get(unit, unit)
 
     @property
     def head(self) -> str:
-        """SHA-256 of the lines, as `sha256sum FILE` prints it: who keeps it can prove them."""
+        """SHA-256 of the lines, as `sha256sum FILE` prints it; a kept head proves the lines."""
         return hashlib.sha256(self.content()).hexdigest()
 
     @property
     def has_grown(self) -> bool:
-        """Whether the file has more than what was read or written here."""
+        """Whether the file has lines that this object has neither read nor written."""
         known = self._tail.size + len(self._tail.unfinished)
         return self.path.exists() and self.path.stat().st_size > known
 
@@ -152,11 +151,11 @@ class Ledger:
         branch: str = "",
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write the next `count` steps, and return when they are on the disk.
+        """Write one line for the next `count` steps, and return when it is on the disk.
 
-        `about` is written with the first steps of a run, and where it differs from the last one.
-        Raises a RuntimeError if another process has added to the file or changed it, and an
-        OSError if the line could not be written; the file is unchanged then.
+        `about` is written with the first steps of a run, and whenever it has changed.
+        Raises RuntimeError if another process has added to the file or changed it, and OSError if
+        the line could not be written; the file is then unchanged.
         """
         told = (run, branch, about)
         is_new = about is not None and told != self._told
@@ -174,19 +173,19 @@ class Ledger:
         self._released, self._told = self._running, told
 
     def note(self, note: str, *, run: str, accountant: str, unit: str) -> None:
-        """Write a line without a step, once between two steps; raises as `append` does."""
+        """Write a line without a step, once between two steps; raise the errors of `append`."""
         if self._last_note != note:
             nothing = dict.fromkeys(("event", "epsilon", "delta"))
             self._write(0, run=run, **nothing, accountant=accountant, unit=unit, note=note)
 
     def rename(self, name: str) -> tuple[str, str]:
-        """Write that the users in all lines are called `name`; returns the old and the new unit.
+        """Write a line that renames the users of all lines; return the old and the new unit.
 
-        Raises a ValueError where there is no line yet, or its units are no users, and what
-        `append` raises.
+        Raises ValueError if there is no line yet or the units are not users, and the errors of
+        `append`.
         """
         if self.unit is None:
-            raise ValueError(f"ledger {self.path} has no line, and so no privacy unit to rename")
+            raise ValueError(f"ledger {self.path} has no line, so no privacy unit to rename")
         was, unit = self.unit, renamed(self.unit, name)
         if unit == was:
             raise ValueError(f"ledger {self.path}: its privacy unit is {unit!r} already")
@@ -203,7 +202,7 @@ class Ledger:
     def _write(self, count: int, **values: Any) -> None:
         record = {"steps": [self.releases + 1, self.releases + count], **values}
         line = _with_digest(json.dumps(record, allow_nan=False).encode(), self._running)
-        # Refuses a line that the next reader would refuse.
+        # Raises if the next reader would refuse the line.
         covered = _covered_after(self._covered, _parse(line))
         running = self._running.copy()
         running.update(line)
@@ -218,7 +217,7 @@ class Ledger:
         return self._file.append(line, self._tail)
 
     def digest(self, releases: int | None = None) -> str | None:
-        """Digest of the lines up to a step (default: the last); None if there are fewer steps."""
+        """Digest of the lines up to a step, by default the last; None if the step is missing."""
         wanted = self.releases if releases is None else releases
         if wanted > self.releases:
             return None
@@ -232,7 +231,7 @@ class Ledger:
         return _hash(b"".join(raw[:taken])).hexdigest()
 
     def content(self) -> bytes:
-        """The bytes of the lines that were read or written here; refuses a file that differs."""
+        """Bytes of the lines that this object read or wrote; raise if the file differs."""
         content = self._file.read()[0][: self._tail.size]
         if _hash(content).digest() != self._running.digest():
             self._file.refuse_changed()
@@ -270,15 +269,15 @@ class Ledger:
             earlier = where.with_suffix(".head")
             if earlier.exists():
                 raise ValueError(
-                    f"ledger {self.path}: its guard {where} is missing, which earlier versions "
-                    f"called {earlier}: mv {quote(str(earlier))} {quote(str(where))}"
+                    f"ledger {self.path}: its guard {where} is missing. Earlier versions called "
+                    f"it {earlier}; rename it: mv {quote(str(earlier))} {quote(str(where))}"
                 )
             if self.lines or self._tail.unfinished:
                 raise ValueError(
                     f"ledger {self.path}: its guard {where} is missing, so it is unknown whether "
-                    "lines were removed. Copy it too from where the ledger came from; a copy of "
-                    "the ledger alone is verified by dpflash ledger verify --head or "
-                    f"--public-key. {repair}"
+                    "lines were removed. Copy it too from where the ledger came from. A copy of "
+                    "the ledger without its guard can be verified by dpflash ledger verify "
+                    f"--head or --public-key. {repair}"
                 )
             return
         if not guard and len(self.lines) > 1:
@@ -287,7 +286,7 @@ class Ledger:
                 f"ledger {self.path} has {len(self.lines)} lines, and its guard {where} is empty, "
                 f"so it is unknown whether lines were removed. Restore it from a copy. {repair}"
             )
-        # After a crash the guard may hold an older line: a new guard may reach the disk late.
+        # After a crash the guard may have an older line, since it reaches the disk after the line.
         if not guard or guard in content.splitlines(keepends=True):
             return
         try:
@@ -301,7 +300,8 @@ class Ledger:
             raise ValueError(
                 f"ledger {self.path} ends with step {self.releases}, and its guard {where} with "
                 f"step {step}: the ledger was removed, emptied or truncated, and the privacy "
-                "spent so far is unknown. Restore it from a copy; for other data use another path"
+                "spent so far is unknown. Restore the ledger from a copy; for other data use "
+                "another path"
             )
         raise ValueError(
             f"ledger {self.path} and its guard {where} differ in step {step}: one of them was "
@@ -311,7 +311,7 @@ class Ledger:
 
 
 class LedgerCopy(Ledger):
-    """A rank's copy, in memory, of the ledger that the first rank writes."""
+    """A copy in memory of the ledger that the first rank writes, for the other ranks."""
 
     def __init__(self, path: str | os.PathLike[str], content: bytes):
         self._held = content
@@ -331,7 +331,7 @@ class LedgerCopy(Ledger):
 
 
 def today() -> str:
-    """The day, in UTC. No line has a time: times tell how many microbatches a step took."""
+    """The day in UTC. Lines have no time, since times show how many microbatches a step took."""
     return datetime.now(timezone.utc).date().isoformat()
 
 
@@ -403,15 +403,14 @@ def _with_digest(record: bytes, before: hashlib.blake2b) -> bytes:
 
 
 def _check_digest(raw: bytes, before: hashlib.blake2b) -> None:
-    """Refuse a line whose digest is not that of all lines up to it."""
     if _with_digest(raw[:-_DIGEST_LENGTH] + b"}", before) != raw:
         raise ValueError(
-            "its digest is wrong: the line was changed, or one before it was removed or added"
+            "its digest is wrong: the line was changed, or an earlier line was removed or added"
         )
 
 
 def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:
-    """Which later steps are paid for after this line, and before it `covered`."""
+    """Return the later steps that are paid for after this line; `covered` are those before it."""
     if line.note is not None:
         return covered
     own = covered if covered is not None and covered.is_of(line) else None
@@ -426,16 +425,16 @@ def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:
     if isinstance(line.event, ShuffledGaussian):
         return _Cover(line.run, line.branch, math.inf)
     if isinstance(line.event, CyclicPoissonGaussian):
-        # A run that is resumed with a seed goes on in its round.
+        # A resumed run with a seed continues its round.
         return _Cover(line.run, None, line.event.bands - 1)
     if isinstance(line.event, RandomAllocationGaussian):
         return _Cover(line.run, None, line.event.steps - 1)
-    # A step on a batch of unknown origin may come between the steps of an epoch.
+    # A step on a foreign batch may come between the steps of an epoch.
     return own if type(line.event) is Gaussian else None
 
 
 def _names_after(names: dict[str, str], line: LedgerLine) -> dict[str, str]:
-    """The last name of each unit that was renamed, after this line, and before it `names`."""
+    """Return the last name of each renamed unit after this line; `names` are those before it."""
     if line.was is None:
         return names
     known = {line.was: line.was, **names}
@@ -443,7 +442,7 @@ def _names_after(names: dict[str, str], line: LedgerLine) -> dict[str, str]:
 
 
 def _is_name(value: object) -> bool:
-    # What does not print could hide other lines of a terminal.
+    # Characters that do not print could hide other lines in a terminal.
     return isinstance(value, str) and value != "" and value.isprintable()
 
 

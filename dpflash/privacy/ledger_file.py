@@ -24,18 +24,18 @@ except ImportError:  # Windows
 class Tail:
     """The end of a file when it was last read or written."""
 
-    size: int  # bytes of its complete lines
+    size: int  # bytes of all complete lines
     last: bytes  # the last complete line; b"" if there is none
-    unfinished: bytes  # bytes after that
+    unfinished: bytes  # bytes after the last complete line
     guard: bytes | None  # content of the guard; None if there is none
 
 
 class LedgerFile:
     """A file that only grows, line by line, and its guard.
 
-    The guard is a second file, `<file>.guard`, with a copy of the last line. It is made before the
-    first line is appended and replaced after each. Every append holds an exclusive `flock` of the
-    file and makes two fsyncs, the first append two more.
+    The guard is a second file, `<file>.guard`, with a copy of the last line. It is created before
+    the first line is appended, and replaced after each line. Every append holds an exclusive
+    `flock` of the file and calls fsync twice; the first append calls it two more times.
 
     Guarantees:
         A line whose `append` returned is in the file, and the guard is that line or a later one,
@@ -49,19 +49,19 @@ class LedgerFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        # The working directory may change, and all names of one file must have one guard.
+        # The working directory may change, and a file with several names must have one guard.
         self._file = Path(os.path.realpath(path))
         self.guard_path = Path(f"{self._file}.guard")
         if fcntl is None:
             raise ValueError(
-                f"ledger={str(path)!r}: this platform has no fcntl.flock, without which another "
-                "process could overwrite the ledger; use Linux or macOS, or leave ledger out"
+                f"ledger={str(path)!r}: this platform has no fcntl.flock, so another process "
+                "could overwrite the ledger; use Linux or macOS, or leave ledger out"
             )
 
     def read(self) -> tuple[bytes, Tail]:
-        """All complete lines and the end of the file; a missing file counts as empty."""
+        """Return all complete lines and the end of the file; a missing file counts as empty."""
         try:
-            # The guard is read first: where it exists and the file does not, the file was lost.
+            # The guard is read first: if it exists but the file does not, the file was lost.
             guard = self._read_guard()
             try:
                 with self._locked(os.O_RDONLY, fcntl.LOCK_SH) as handle:
@@ -81,11 +81,11 @@ class LedgerFile:
     def append(self, line: bytes, tail: Tail) -> Tail:
         """Write one line, with its newline, and return when it and the guard are on the disk.
 
-        `tail` is the end of the file when this process last read or wrote it; the new one is
-        returned. Raises a RuntimeError if the file or its guard was changed since, and an OSError
-        if they could not be written; the file is unchanged then.
+        `tail` is the end of the file when this process last read or wrote it; return the new end.
+        Raises RuntimeError if the file or its guard was changed since, and OSError if they could
+        not be written; the file is then unchanged.
         """
-        # Only an empty ledger may be created: a missing one had lines.
+        # A missing file is created only if it had no lines.
         new = tail.size == 0 and not self._file.exists()
         try:
             flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT if new else 0)
@@ -103,7 +103,7 @@ class LedgerFile:
         raise RuntimeError(
             f"ledger {self.path} or its guard {self.guard_path} was changed or removed by another "
             "process or engine, so this engine's record of the privacy spent is incomplete. "
-            "Nothing was released. Start again from the ledger as it is now"
+            "Nothing was released. Start again with the ledger's present content"
         )
 
     @contextmanager
@@ -134,16 +134,16 @@ class LedgerFile:
         if found.startswith(tail.last) and len(found) > len(tail.last):
             raise RuntimeError(
                 f"ledger {self.path}: another process or engine has added to it (a fork of this "
-                "process is another one), so this engine's record of the privacy spent is "
-                "incomplete. Nothing was released. Give each running engine a ledger of its own, "
-                "or start again from this one"
+                "process counts as another process), so this engine's record of the privacy "
+                "spent is incomplete. Nothing was released. Give each running engine its own "
+                "ledger, or start again with this ledger"
             )
         self.refuse_changed()
 
     def _write(self, handle: int, line: bytes, tail: Tail) -> None:
         if tail.unfinished:
             os.ftruncate(handle, tail.size)
-        # If a process died before it wrote the guard, write it now: no guard lags by two lines.
+        # If a process died before it wrote the guard, write it now, so that it never lags by two.
         if tail.guard != tail.last or tail.size == 0:
             self._write_guard(tail.last, handle)
             flush_folder(self.guard_path.parent)
@@ -155,12 +155,12 @@ class LedgerFile:
                     errno.ENOSPC, f"ledger {self.path}: a line was written in part; disk full?"
                 )
             os.fsync(handle)
-            # A process that takes no lock may have written too.
+            # A process that ignores the lock may have written too.
             if os.fstat(handle).st_size != tail.size + len(line):
                 self.refuse_changed()
             self._write_guard(line, handle)
         except BaseException:
-            # The release is not made. If the guard has the line, it stays, and counts as spent.
+            # The release is not made. If the guard has the line, the line stays and is counted.
             if self._read_guard() != line:
                 _undo_write(handle, written)
             raise
@@ -176,7 +176,7 @@ class LedgerFile:
             os.close(handle)
 
     def _write_guard(self, line: bytes, like: int) -> None:
-        """Replace the guard atomically. The folder is not flushed: the old guard is valid too."""
+        """Replace the guard atomically; no flush of the folder, since the old guard is valid."""
         temporary = Path(f"{self.guard_path}.tmp")
         temporary.unlink(missing_ok=True)  # of a process that died
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

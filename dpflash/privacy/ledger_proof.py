@@ -1,7 +1,7 @@
-"""Proves later what a ledger was: by heads that somebody kept, and by signatures of heads.
+"""Verifies a ledger against heads that somebody kept, and against signatures of heads.
 
-The head of a ledger is the SHA-256 of its lines. Whoever can write the file can write all of it
-anew, with digests that fit; only a head or a signature that was kept elsewhere shows it.
+The head of a ledger is the SHA-256 of its lines. Whoever can write the file can rewrite all lines
+with matching digests; only a head or a signature that was kept elsewhere detects this.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Signature:
 
     @property
     def statement(self) -> bytes:
-        """What is signed."""
+        """The bytes that are signed."""
         return f"dpflash ledger, lines {self.lines}, head {self.head}, {self.day}\n".encode()
 
     def is_valid(self) -> bool:
@@ -52,17 +52,17 @@ class Signature:
 
 @dataclass(frozen=True)
 class Proof:
-    """What `verify` found out about a ledger that is sound."""
+    """The result of `verify` for a sound ledger."""
 
     ledger: Ledger
     head: str
-    kept: int | None  # number of the first lines whose head was kept; None without one
-    signatures: list[Signature]  # all that are beside the ledger, and hold for its first lines
-    is_alone: bool  # without the file `.guard`, which shows that lines were cut from the end
+    kept: int | None  # number of lines that the kept head covers; None if no head was passed
+    signatures: list[Signature]  # all signatures beside the ledger, which are valid
+    is_alone: bool  # whether the guard, which detects lines cut from the end, is missing
 
 
 def heads(content: bytes) -> list[str]:
-    """The head of the first 0, 1, 2, ... lines, as `head -n N FILE | sha256sum` prints it."""
+    """Return the heads of the first 0, 1, 2, ... lines (`head -n N FILE | sha256sum`)."""
     running = hashlib.sha256()
     found = [running.hexdigest()]
     for line in content.split(b"\n")[:-1]:
@@ -77,12 +77,12 @@ def verify(
     """Check a ledger against its own digests, and against a kept head and signatures.
 
     Args:
-        path: of the ledger. Beside a kept head or a key the file `<path>.guard` may be missing.
-        head: one that was kept.
-        key: the public key of a signature that must be there, see `public_key`.
+        path: path of the ledger. If head or key is passed, `<path>.guard` may be missing.
+        head: a head that was kept.
+        key: a public key, see `public_key`; the ledger must have a signature of this key.
 
     Raises:
-        ValueError: the ledger was changed or cut, or lacks a signature; the text says where.
+        ValueError: the ledger was changed or cut, or lacks a signature; the message says where.
     """
     file = LedgerFile(path)
     is_alone = not file.guard_path.exists() and (head, key) != (None, None)
@@ -90,21 +90,22 @@ def verify(
     own = heads(ledger.content())
     if head is not None and head not in own[1:]:
         raise ValueError(
-            f"ledger {path}: it never had the head {head}: lines that the head covers were "
+            f"ledger {path}: it never had the head {head}: lines that this head covers were "
             "changed, or cut from the end"
         )
     signatures = read_signatures(path)
     for number, one in enumerate(signatures, start=1):
         if not one.is_valid():
             raise ValueError(
-                f"ledger {path}: signature {number} in {signatures_path(path)} is not one of its "
-                "key: the signature, the key, the day, the head or the number of lines was changed"
+                f"ledger {path}: signature {number} in {signatures_path(path)} is not valid for "
+                "its key: the signature, the key, the day, the head or the number of lines was "
+                "changed"
             )
         if not 1 <= one.lines < len(own) or own[one.lines] != one.head:
             raise ValueError(
                 f"ledger {path}: signature {number} is of {one.lines} lines with the head "
                 f"{one.head}, which the ledger does not have: lines were changed, or cut from its "
-                "end, or the signature is of another ledger"
+                "end, or the signature belongs to another ledger"
             )
     if key is not None and key not in [one.key for one in signatures]:
         raise ValueError(
@@ -133,7 +134,7 @@ def signatures_path(path: str | os.PathLike[str]) -> Path:
 
 
 def read_signatures(path: str | os.PathLike[str]) -> list[Signature]:
-    """The signatures beside a ledger. Raises a ValueError where their file is damaged."""
+    """Return the signatures beside a ledger. Raises ValueError if their file is damaged."""
     where = signatures_path(path)
     if not where.exists():
         return []
@@ -146,20 +147,20 @@ def read_signatures(path: str | os.PathLike[str]) -> list[Signature]:
                 raise ValueError("expected a number of lines, and texts")
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(
-                f"ledger {path}: line {number} of {where} is no signature ({error}): that file "
-                "was changed. Restore it from a copy"
+                f"ledger {path}: line {number} of {where} is no signature ({error}): the file "
+                "of signatures was changed. Restore it from a copy"
             ) from error
         found.append(one)
     return found
 
 
 def make_key(path: str | os.PathLike[str]) -> Path:
-    """Write a new private key, for its owner alone to read, and the public key beside it."""
+    """Write a new private key, which only its owner can read, and the public key beside it."""
     key, beside = Ed25519PrivateKey.generate(), Path(path).with_suffix(".public.pem")
     plain = serialization.NoEncryption()
     for where in (beside, Path(path)):
         if where.exists():
-            raise FileExistsError(f"{where} exists, and a key is never overwritten; pass another")
+            raise FileExistsError(f"{where} exists, and keys are never overwritten; pass another")
     with open(path, "xb", opener=partial(os.open, mode=0o600)) as file:
         file.write(key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, plain))
     with open(beside, "xb") as file:
@@ -168,7 +169,7 @@ def make_key(path: str | os.PathLike[str]) -> Path:
 
 
 def private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
-    """Read a private key; asks for the passphrase of one that is encrypted."""
+    """Read a private key; ask for the passphrase if the key is encrypted."""
     content = Path(path).read_bytes()
     try:
         try:
@@ -178,7 +179,7 @@ def private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
             key = serialization.load_pem_private_key(content, passphrase)
     except ValueError as error:
         raise ValueError(
-            f"key={str(path)!r}: it has no private key in PEM, or its passphrase is another one; "
+            f"key={str(path)!r}: the file has no private key in PEM, or the passphrase is wrong; "
             f"{_MADE}"
         ) from error
     if not isinstance(key, Ed25519PrivateKey):
@@ -187,13 +188,13 @@ def private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
 
 
 def public_key(path: str | os.PathLike[str]) -> str:
-    """Read a public key, as signatures name it."""
+    """Read a public key, and return it in hexadecimal, as in signatures."""
     try:
         key = serialization.load_pem_public_key(Path(path).read_bytes())
     except ValueError as error:
         raise ValueError(
-            f"public_key={str(path)!r}: it has no public key in PEM; pass the file that was made "
-            "beside the private key"
+            f"public_key={str(path)!r}: the file has no public key in PEM; pass the file that was "
+            "written beside the private key"
         ) from error
     if not isinstance(key, Ed25519PublicKey):
         raise ValueError(f"public_key={str(path)!r}: not an Ed25519 key; {_MADE}")

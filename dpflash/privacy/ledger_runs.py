@@ -1,4 +1,4 @@
-"""The runs of a ledger: what each did and spent, and what the ledger keeps of it."""
+"""The runs of a ledger: the steps, spending and recorded facts of each run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .ledger import Ledger, LedgerLine
 from .spending import Spending
 
 _RUN = re.compile("[0-9a-f]{64}")  # the random name of an engine's run
-_SHOWN = 12  # digits of it
+_SHOWN = 12  # digits of the name that are shown
 
 
 def opened(paths: Iterable[str | os.PathLike[str]]) -> list[Ledger]:
-    """The ledgers at these paths, of which each must be there."""
+    """Open the ledgers at these paths; raise FileNotFoundError if one is missing."""
     ledgers = []
     for path in paths:
         ledgers.append(Ledger(path))
@@ -32,15 +32,16 @@ def opened(paths: Iterable[str | os.PathLike[str]]) -> list[Ledger]:
 
 
 def together(ledgers: Sequence[Ledger], accountant: str) -> tuple[Spending, list[LedgerLine]]:
-    """What several ledgers of the same data spent, and their lines.
+    """Return the joint spending of several ledgers of the same data, and their lines.
 
-    Lines that an engine wrote and several ledgers have, since one is a copy, count once: each run
-    has a random name. Lines by hand count in each ledger, since equal ones may be of two releases.
+    If several ledgers contain the same line of an engine, since one is a copy, the line is counted
+    once (each run has a random name). Lines appended by hand are counted in each ledger, since
+    equal lines may belong to two releases.
     """
     if len({ledger.path.resolve() for ledger in ledgers}) < len(ledgers):
         names = [str(ledger.path) for ledger in ledgers]
         raise ValueError(f"ledgers={names}: one is given twice; pass each once")
-    # Each is compared with the epsilon of its own lines before it adds to another.
+    # Check each ledger against the epsilon in its own lines before its events are added.
     spending, *_ = [Spending(accountant, ledger=ledger) for ledger in ledgers]
     lines = list(ledgers[0].lines)
     for ledger in ledgers[1:]:
@@ -52,7 +53,7 @@ def together(ledgers: Sequence[Ledger], accountant: str) -> tuple[Spending, list
 
 
 def by_run(lines: Iterable[LedgerLine]) -> list[list[LedgerLine]]:
-    """The lines of each run, without notes."""
+    """Group the lines by run, without notes."""
     runs: dict[str, list[LedgerLine]] = {}
     for line in lines:
         if line.note is None:
@@ -61,7 +62,7 @@ def by_run(lines: Iterable[LedgerLine]) -> list[list[LedgerLine]]:
 
 
 def alone(lines: Iterable[LedgerLine], spending: Spending) -> Spending:
-    """The spending of one run's lines, for the relation of all runs together."""
+    """Return the spending of one run's lines alone, under the relation of all runs together."""
     own = Spending(spending.accountant.mechanism(), relation=spending.relation)
     for line in lines:
         if line.event is not None:
@@ -70,18 +71,18 @@ def alone(lines: Iterable[LedgerLine], spending: Spending) -> Spending:
 
 
 def lines_of(ledger: Ledger, run: str) -> list[LedgerLine]:
-    """The lines of one run."""
+    """Return the lines of one run."""
     return [line for line in ledger.lines if line.run == run]
 
 
 def epsilon_by_run(
     ledgers: Sequence[Ledger], delta: float, accountant: str
 ) -> dict[str, Any] | None:
-    """What each run and each ledger spent, and all together, as plain values for a model card.
+    """Return epsilon of each run, each ledger and all together, as plain values for a model card.
 
     Returns:
-        "rows" of name, steps, privacy unit, relation and epsilon, and "total": the values of a
-        report for all of them, None where privacy units differ. None for one run alone.
+        A dict of "rows" (name, steps, privacy unit, relation, epsilon) and "total" (values of a
+        report for all of them, or None if privacy units differ). None if there is only one run.
     """
     rows: list[tuple[Any, ...]] = []
 
@@ -104,7 +105,7 @@ def epsilon_by_run(
 
 
 def runs_of(lines: Iterable[LedgerLine]) -> list[dict[str, Any]]:
-    """One entry per run and kind of step. A line without an event has that of the line before."""
+    """Return one entry per run and event. A line without an event has its run's last event."""
     last: dict[str, Event | None] = {}
     names: dict[str, str | None] = {}
     steps: dict[tuple[str, Event | None], int] = {}
@@ -134,20 +135,20 @@ def _sample_rate(event: Event | None) -> float | None:
 
 
 def label(run: dict[str, Any]) -> str:
-    """The name of a run, with digits that tell it from others of the name."""
+    """Return the name of a run, with digits that distinguish runs of the same name."""
     short: str = run["run"][:_SHOWN]
     return short if run["name"] is None else f"{run['name']} ({short})"
 
 
 def cell(value: Any) -> str:
-    """A value in a table; in a short form only if that is exact."""
+    """Return a value's text for a table; the short form is used only if it is exact."""
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
     return "-" if value is None else str(value)
 
 
 def corrections_of(lines: Iterable[LedgerLine]) -> list[dict[str, Any]]:
-    """The lines that correct the name of the privacy unit."""
+    """Return the lines that correct the name of the privacy unit."""
     return [
         {"line": number, "was": line.was, "unit": line.unit, "day": (line.about or {}).get("day")}
         for number, line in enumerate(lines, start=1)
@@ -156,13 +157,13 @@ def corrections_of(lines: Iterable[LedgerLine]) -> list[dict[str, Any]]:
 
 
 def kept_of(lines: Iterable[LedgerLine], *keys: str) -> list[str]:
-    """The different values that the lines keep of their runs, in order, such as of "day"."""
+    """Return the distinct recorded facts of the runs under `keys`, such as "day", in order."""
     found = [[line.about.get(key) for key in keys] for line in lines if line.about]
     return list(dict.fromkeys(", ".join(map(cell, v)) for v in found if None not in v))
 
 
 def without_record(lines: Sequence[LedgerLine]) -> list[str]:
-    """Numbers of the lines that keep nothing of their run, such as "3" and "5 to 9"."""
+    """Return the numbers of lines without recorded facts, such as "3" and "5 to 9"."""
     known = {(line.run, line.branch): line.about for line in lines if line.about}
     numbers = [
         number

@@ -1,4 +1,4 @@
-"""Names of privacy units: what neighboring datasets differ in."""
+"""Names of privacy units; neighboring datasets differ in one unit."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ DOCUMENT = "document"
 PREFERENCE_PAIR = "preference pair"
 # A person or another owner of several entries.
 USER = "user"
-# An owner who may share entries with others, where who owns which entry is public.
+# An owner who may share entries with others; the assignment of entries to owners is public.
 USER_OF_FIXED_GRAPH = "user, fixed graph"
 _USERS = (USER, USER_OF_FIXED_GRAPH)
 
 
 def named(unit: str, name: str | None) -> str:
-    """Add a name to a unit of users that says what they are, such as "user: patient"."""
+    """Return the unit with the name of its users, such as "user: patient"."""
     return unit if name is None else f"{unit}: {name}"
 
 
 def kind_of(unit: str) -> str:
-    """A unit without the name of what users are."""
+    """Return the unit without the name of its users."""
     return unit.split(": ")[0]
 
 
 def renamed(unit: str, name: str) -> str:
-    """A unit of users by another name; refuses other units, which no name makes users."""
+    """Return a unit of users with another name; raise ValueError for other units."""
     words(unit_name=name)
     if kind_of(unit) not in _USERS:
         raise ValueError(
-            f"unit_name={name!r}: the privacy unit is a {unit!r}, and each of it was drawn and "
+            f"unit_name={name!r}: the privacy unit is a {unit!r}, each of which was drawn and "
             "clipped by itself; only users (unit_of, or dpflash train --unit folder) have a name"
         )
     return named(kind_of(unit), name)
@@ -43,5 +43,5 @@ def has_several_rows(unit: str | None) -> bool:
 
 
 def is_unnamed(unit: str) -> bool:
-    """Whether units are users of whom no name says what they are."""
+    """Whether units are users without a name."""
     return unit in _USERS

@@ -1,11 +1,11 @@
-"""PublicGradients: gradients of public data, which wait for the next step beside the clipped sums.
+"""PublicGradients: gradients of public data, stored apart from the clipped sums until the step.
 
-    with engine.public_data():      # plain layers; every `.grad` is None at first
-        loss.backward()             # autograd writes `.grad`, as in any training
-                                    # taken out of `.grad`, which is as before
-    optimizer.step()                # release + public gradients, or a step on these alone
+    with engine.public_data():      # no clipping gates; every `.grad` is None at first
+        loss.backward()             # autograd writes `.grad`, as in ordinary training
+                                    # gradients are stored, and `.grad` is restored
+    optimizer.step()                # release + public gradients, or public gradients alone
 
-A clipped sum and a public gradient never meet in one `.grad` before the release is made.
+A clipped sum and a public gradient are never in the same `.grad` before the release is made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..distributed.mesh import Ranks
 
 
 class PublicGradients:
-    """Gradients of public data, of the parameters that are trained privately, by their names."""
+    """Gradients of the privately trained parameters on public data, until the next step."""
 
     def __init__(self, trained: Sequence[nn.Parameter], names: dict[nn.Parameter, str]):
         self._trained = tuple(trained)
@@ -35,7 +35,7 @@ class PublicGradients:
 
     @property
     def are_waiting(self) -> bool:
-        """Whether the next step has public gradients."""
+        """Whether there are public gradients for the next step."""
         return bool(self._waiting)
 
     @property
@@ -57,7 +57,7 @@ class PublicGradients:
             )
 
     def refuse_gate(self) -> None:
-        """Raise a RuntimeError if a region of public data is open: a clipping gate runs in it."""
+        """Raise RuntimeError if a clipping gate runs while a region of public data is open."""
         if self._is_inside:
             self._reached_gate = True
             for parameter in self._trained:
@@ -70,11 +70,11 @@ class PublicGradients:
             "a backward inside engine.public_data() reached a forward that ran outside of it, on "
             "private data: its gradients would be neither clipped nor noised, so they are "
             "dropped. Compute losses of public data from forwards inside the with block, and "
-            "call engine.backward(losses) outside of it"
+            "call engine.backward(losses) outside of the block"
         )
 
     def refuse_ranks(self, ranks: Ranks) -> None:
-        """Refuse parameters sharded over other ranks than those of the data dimension."""
+        """Raise if parameters are sharded over other ranks than those of the data dimension."""
         for parameter, name in self._names.items():
             if not is_sharded(parameter):
                 continue
@@ -83,16 +83,16 @@ class PublicGradients:
                 raise ValueError(
                     f"engine.public_data() with parameter '{name}' sharded over "
                     f"{size} ranks, of {ranks.data_size} with other samples"
-                    f"{'' if ranks.context is None else ' and a context'}: fully_shard means "
-                    "public gradients over its own ranks alone. Shard over mesh['data'], without "
-                    "a context, or train on public data in a run of its own"
+                    f"{'' if ranks.context is None else ' and a context'}: fully_shard averages "
+                    "public gradients only over the ranks that it shards over. Shard over "
+                    "mesh['data'], without a context, or train on public data in its own run"
                 )
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Take what the block adds to `.grad` for public; `.grad` is None at first, then restored.
+        """Store the gradients that the block computes; `.grad` is None at first, then restored.
 
-        After an exception the block's gradients are dropped. A clipping gate in it is refused.
+        An exception drops the block's gradients. A clipping gate in the block raises one.
         """
         self.refuse_inside("engine.public_data()")
         held = {parameter: parameter.grad for parameter in self._trained}
@@ -102,7 +102,7 @@ class PublicGradients:
         try:
             yield
             if self._reached_gate:
-                # The block has caught the error.
+                # The block has caught the error, so raise it again.
                 self._refuse_gate()
             for parameter in self._trained:
                 if parameter.grad is not None:
@@ -120,21 +120,22 @@ class PublicGradients:
         self._waiting[parameter] = grad.clone() if waiting is None else waiting + grad
 
     def begin_microbatch(self, *, begins_draw: bool) -> None:
-        """A microbatch begins; drops the gradients that earlier ones of its draw added.
+        """Begin a microbatch, and drop public gradients that earlier microbatches of it added.
 
-        The number of microbatches of a draw is private, so public gradients count once in each.
+        The number of microbatches of a logical batch is private, so that public gradients must
+        not add up over them.
         """
         if begins_draw:
             self._of_other_batches = dict(self._waiting)
         self._waiting = dict(self._of_other_batches)
 
     def mean(self, ranks: Ranks) -> dict[nn.Parameter, Tensor]:
-        """The waiting gradients, averaged over the ranks with other samples; new tensors.
+        """Return new tensors: the waiting gradients, averaged over the ranks with other samples.
 
         All ranks call this together, with waiting gradients of the same parameters.
         """
         found = {p: self._waiting[p].clone() for p in self._trained if p in self._waiting}
-        # Those of sharded parameters are averaged in the backward.
+        # The backward has averaged the gradients of sharded parameters already.
         whole = [grad for parameter, grad in found.items() if not is_sharded(parameter)]
         all_reduce_all_(whole, ranks.everyone)
         for grad in whole if ranks.everyone is not None else ():
@@ -142,7 +143,7 @@ class PublicGradients:
         return found
 
     def drop(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Forget the waiting gradients, those of all parameters by default."""
+        """Drop the waiting gradients of the parameters, by default of all."""
         for parameter in self._trained if parameters is None else parameters:
             self._waiting.pop(parameter, None)
             self._of_other_batches.pop(parameter, None)

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 class PublicFacts:
     """Properties of a run's batches that do not depend on who is in the dataset."""
 
-    # rows of each microbatch of each rank; None if batches have the sizes of the loader's own
-    # epochs, which are public as the dataset's size is
+    # rows of each microbatch on each rank; None if batches have the sizes of the loader's own
+    # epochs, which are as public as the dataset's size
     slots: int | None
-    # whether some batches, without slots, did not come from the private loader's own iteration
+    # whether some batches were not yielded by the private loader's own iteration, without slots
     others: bool
-    lengths: str  # of the samples, in words
+    lengths: str  # the lengths of the samples, in words
     dataset_size: int  # determines sample rate, steps and divisor
-    is_declared: bool  # whether the user declared it; else the number of entries counts as public
+    is_declared: bool  # whether the user declared dataset_size; else the number of entries is used
     unit: str = "one entry of the dataset"  # the privacy unit, in words
-    packing: PackTo | None = None  # how documents are packed; None where they are not
-    is_exact: bool = False  # whether the engine has `exact=True`
-    noise: str | None = None  # the mechanism of noise that is correlated over the releases
+    packing: PackTo | None = None  # how documents are packed; None if they are not packed
+    is_exact: bool = False  # whether make_private got exact=True
+    noise: str | None = None  # the mechanism of correlated noise; None for independent noise
 
     def __str__(self) -> str:
         if self.slots is None:
@@ -53,7 +53,7 @@ class PublicFacts:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The facts as plain values, for reports."""
+        """Return the facts as plain values, for reports."""
         return {
             "slots": self.slots,
             "batches_without_slots": self.others,

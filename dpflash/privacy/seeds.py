@@ -1,8 +1,8 @@
-"""Seeds the random generators from a secret key, while a logical batch is under way.
+"""Seeds the random generators from a secret key during a logical batch.
 
-With a known seed, random masks and augmentations are known too, and those of a sample depend on
-the number of rows and microbatches before it. From a secret key they are independent for
-everybody who does not have it.
+With a known seed, random masks and augmentations would be known too, and a sample's masks would
+depend on the number of rows and microbatches before it. Derived from a secret key, they are
+independent for everybody who does not have the key.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ _SEED_BYTES = 8
 
 
 def seed_of(key: bytes, purpose: str) -> int:
-    """A seed of 63 bits."""
+    """Derive a seed of 63 bits from a key."""
     return int.from_bytes(derive_key(key, purpose)[:_SEED_BYTES], "little") >> 1
 
 
 class SecretMasks:
     """Seeds torch's, Python's and numpy's generators for the private forwards of one model.
 
-    A forward that starts from the same state of the user's generator as an earlier one of the same
-    run of a batch gets the same seed. So activation checkpointing recomputes the same masks. The
-    n-th other forward gets the same seed in each run of the batch, whatever the loop has drawn.
+    A batch may be run several times, for trials. Within one run, two forwards that start from the
+    same state of the user's generator get the same seed, so that activation checkpointing
+    recomputes the same masks. The n-th forward with a new state gets the same seed in each run of
+    the batch, whatever the loop has drawn.
 
     Args:
-        devices: other than the CPU.
+        devices: the devices other than the CPU.
         key: returns the current 32-byte key.
-        place: returns an identifier of the current batch, like no other's.
-        run: returns the number of its current run, such as that of a trial.
+        place: returns a unique identifier of the current batch.
+        run: returns the number of the batch's current run, such as a trial.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class SecretMasks:
     def seeded(self, *, recomputing: bool) -> Iterator[None]:
         """Seed the generators during an outermost forward, and restore the user's states after it.
 
-        Torch's generator continues as if the forward had drawn one number. `recomputing` says
-        whether this forward runs inside a backward.
+        Afterwards torch's generator has advanced by one number. `recomputing` is whether this
+        forward runs inside a backward.
         """
         if self._active:
             yield
             return
-        # Distinguishes two calls of one batch, and is the same in a recomputation.
+        # Differs between two calls of one batch, but is the same in a recomputation.
         word = int(torch.randint(2**62, (), device="cpu"))
         seed = self._seed(word, recomputing)
         held = RandomState(*self._devices)
@@ -76,8 +77,8 @@ class SecretMasks:
             held.restore()
 
     def _seed(self, word: int, recomputing: bool) -> int:
-        # The step may be released during the backward, after which the place is another one; a
-        # recomputation takes that of its forward.
+        # The step may be released during the backward, which changes the place; a recomputation
+        # uses the place of its forward.
         at = self._at if recomputing else (self._place(), self._run())
         if at != self._at:
             self._at, self._seeds = at, {}
@@ -87,11 +88,11 @@ class SecretMasks:
 
 
 class LoopSeeds:
-    """Seeds what dataset, collate function and loop draw during a logical batch.
+    """Seeds the generators for dataset, collate function and loop during a logical batch.
 
-    At its end the user's generators continue as if it had drawn nothing: what is drawn after a
-    release, such as a public batch, must not tell how many microbatches there were. `key` returns
-    the current 32-byte key; ranks with other samples have other numbers.
+    At the end of the batch the user's generators are restored: numbers drawn after a release, for
+    example for a public batch, must not show how many microbatches there were. `key` returns the
+    current 32-byte key; ranks with different samples have different seeds.
     """
 
     def __init__(
@@ -105,11 +106,11 @@ class LoopSeeds:
         self._blocks = 0
 
     def of(self, *place: object) -> int:
-        """The seed of a place, 63 bits, derived from the key."""
+        """Derive the seed of 63 bits for a place from the key."""
         return seed_of(self._key(), f"loop-{self._rank}-{place}")
 
     def begin(self) -> None:
-        """Hold the user's states until the end of the logical batch."""
+        """Save the generators' states until the end of the logical batch."""
         if self._held is None:
             self._held = RandomState(*self._devices)
 
@@ -121,7 +122,7 @@ class LoopSeeds:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Draw other numbers in the block, and then those that would have come without it."""
+        """Use other seeds in the block; afterwards numbers continue as if there were no block."""
         if self._held is None:
             yield
             return
@@ -133,14 +134,14 @@ class LoopSeeds:
             held.restore()
 
     def end(self) -> None:
-        """Restore the user's states."""
+        """Restore the generators' saved states."""
         if self._held is not None:
             self._held.restore()
             self._held = None
 
     def forget(self) -> None:
-        """The user's states are the current ones: a logical batch was left before its end."""
-        # Restored when an iterator is collected, they would come back in the middle of other code.
+        """Drop the saved states, since the loop left a logical batch before its end."""
+        # Restoring them when the iterator is collected would change the states in other code.
         self._held = None
 
 

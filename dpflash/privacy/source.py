@@ -1,4 +1,4 @@
-"""The code that a run is of, and what else a ledger keeps of a run besides its steps."""
+"""The digest of dpflash's code, and the facts on a run that a ledger records besides its steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .ledger import today
 
 @functools.cache
 def source_digest() -> str:
-    """Versions of torch and a hash of dpflash's own files, by which ranks compare their code.
+    """Return the version of torch and a hash of dpflash's files, so that ranks compare their code.
 
-    The hash is the same in a checkout and in an installed wheel of it.
+    The hash is the same in a checkout and in a wheel built from it.
     """
     folders = [("", str(Path(__file__).parents[1]))]
     folders += [("kernels/", folder) for folder in kernels.__path__]
@@ -41,7 +41,7 @@ def source_digest() -> str:
 
 
 def library_version() -> str:
-    """The version of dpflash that is installed."""
+    """Return the version of dpflash that is installed."""
     try:
         return version("dpflash")
     except PackageNotFoundError:
@@ -49,15 +49,15 @@ def library_version() -> str:
 
 
 def about_run(name: str | None, data: str | None, is_seeded: bool, ranks: Ranks) -> dict[str, Any]:
-    """What a ledger keeps of a run that begins today; on all ranks what the first one passes.
+    """Return the facts that a ledger records on a run; all ranks return the first rank's facts.
 
-    Beside that it keeps the public size of the dataset and the bound.
+    The caller adds the public size of the dataset and the bound.
 
     Args:
-        name: of the run.
+        name: name of the run.
         data: name of the dataset.
-        is_seeded: whether a seed gives its noise, which whoever knows the seed can subtract.
-        ranks: of the run.
+        is_seeded: whether the noise is derived from a seed, so that it can be subtracted.
+        ranks: the ranks of the run.
     """
     own = {
         "name": name,

@@ -1,7 +1,7 @@
 """Spending: the privacy cost of all releases on one dataset, and its limit.
 
-Accountants of dpflash take any event. Those of Opacus take only Poisson sampling and the Gaussian
-mechanism, and have no neighboring relations.
+dpflash's accountants support every event. Opacus' accountants support only Poisson sampling with
+the Gaussian mechanism, and have no neighboring relations.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class _Remaining:
 class Spending:
     """The releases of an engine and of its ledger, their epsilon, and the remaining budget.
 
-    `relation` is the requested one, None for the events' own. `delta` is that of epsilon in ledger
-    lines, None for lines without. `unit` is the privacy unit of all releases, None before the
-    first.
+    `relation` is the requested relation; None for the relation of the events. `delta` is the delta
+    of the epsilon in ledger lines; None for lines without epsilon. `unit` is the privacy unit of
+    all releases; None before the first release.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Spending:
         elif ledger is not None:
             raise ValueError(
                 f"accountant={class_name(self.accountant)} with ledger={where!r}: other code can "
-                "add releases to its history, which the ledger would lack; pass the name of one "
-                "of dpflash's accountants, such as accountant='rdp'"
+                "add releases to its history that the ledger lacks; pass the name of one of "
+                "dpflash's accountants, such as accountant='rdp'"
             )
         if self.is_ours and relation is None:
             own = self.accountant.neighboring_relation
@@ -112,12 +112,12 @@ class Spending:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there was no release yet."""
+        """Whether there has been no release so far."""
         events = self.accountant.events if self.is_ours else []
         return not (self.noiseless or self.accountant.history or events)
 
     def epsilon(self, delta: float) -> Interval:
-        """Both ends of epsilon at delta; inf after a release without noise."""
+        """Return lower and upper bound of epsilon at delta; inf after a release without noise."""
         self._require_counted()
         if self.noiseless:
             return Interval(math.inf, math.inf)
@@ -126,9 +126,9 @@ class Spending:
         return self._epsilon_of(self.accountant, delta)
 
     def include(self, lines: Iterable[LedgerLine], names: Mapping[str, str]) -> None:
-        """Count the releases of a ledger's lines; refuses another privacy unit.
+        """Count the releases of a ledger's lines; raise ValueError for another privacy unit.
 
-        `names` are the last ones of units that the ledger renamed.
+        `names` maps units that the ledger renamed to their last names.
         """
         for line in lines:
             unit = names.get(line.unit, line.unit)
@@ -138,7 +138,7 @@ class Spending:
                 self.add(line.event, line.steps)
 
     def add(self, event: Event, count: int = 1) -> None:
-        """Count an event that is in the ledger or charged, `count` times."""
+        """Count an event `count` times, after it was charged or written to the ledger."""
         event = self.adopt(event)
         if _is_noiseless(event):
             self.noiseless = True
@@ -150,7 +150,7 @@ class Spending:
     def adopt(self, event: Event) -> Event:
         """Convert the event and the history to a common relation, and return the event.
 
-        Without a guarantee under it, or in this accountant, raises and changes nothing.
+        If the relation or the accountant does not support the event, raise and change nothing.
         """
         event = self.check(event)
         if event.relation != self.relation:
@@ -158,16 +158,16 @@ class Spending:
         return event
 
     def check(self, event: Event) -> Event:
-        """What `adopt` would return or refuse, without changing anything."""
+        """Return or raise what `adopt` would, without changing anything."""
         event = convert_event(event, self._relation_with(event))
         if not self.is_ours:
             as_phase(self.accountant, event)
         return event
 
     def admit(self, event: Event | None) -> None:
-        """Refuse an event that must not happen, without changing anything.
+        """Check an event before it is charged, without changing anything.
 
-        BudgetSpent if it does not fit the budget, ValueError if it cannot be accounted for.
+        Raises BudgetSpent if it would exceed the budget, ValueError if it cannot be accounted for.
         """
         if event is None:
             return
@@ -176,7 +176,7 @@ class Spending:
         if not self.fits(event):
             raise BudgetSpent(self._refusal(event))
         if not self.is_ours and not _is_noiseless(event):
-            # An accountant of Opacus loses its history if it refuses a step.
+            # Opacus' accountants lose their history if they refuse a step, so try it on a copy.
             self._compose(copied(self.accountant), event, 1)
 
     def charge(
@@ -188,9 +188,10 @@ class Spending:
         branch: str = "",
         is_foreign: bool = False,
     ) -> None:
-        """Charge for one admitted release before it is made; None if it is already charged.
+        """Charge for one admitted release before it is made.
 
-        `bound`, of one sample's gradient, is for the ledger.
+        `event` is None if the release is already paid for. `bound`, the bound of one sample's
+        gradient, is written to the ledger.
         """
         self.has_foreign_batches |= is_foreign
         if event is not None:
@@ -216,7 +217,7 @@ class Spending:
             left.state = self._state()
 
     def note_refusal(self, run: str, *, may_be: bool) -> None:
-        """Write into the ledger that a run ended by a private refusal, or with a lost rank."""
+        """Write into the ledger that a private refusal ended the run, or may have (`may_be`)."""
         if self.ledger is not None:
             unit = self.unit or SAMPLE
             note = LOST if may_be else REFUSED
@@ -225,7 +226,7 @@ class Spending:
     # Remaining budget
 
     def set_budget(self, budget: PrivacyBudget | None) -> None:
-        """Set the limit; None for no limit."""
+        """Set the limit of epsilon; None for no limit."""
         self.budget = budget
 
     def set_delta(self, delta: float) -> None:
@@ -237,14 +238,14 @@ class Spending:
         if self.budget is None or event is None:
             return True
         event = convert_event(event, self._relation_with(event))
-        # Computing all remaining steps is slow. For another event than the last one only one more
-        # step is checked, since a noise scheduler may change it in each step.
+        # Computing all remaining steps is slow. If the event differs from the last one, only one
+        # more step is checked, since a noise scheduler may change the event in each step.
         if event != self._last and self._known(event) is None:
             return self._after(event, self.budget.delta) <= self.budget.epsilon
         return self.remaining(event) > 0
 
     def remaining(self, event: Event) -> int:
-        """How many more such events the budget allows. Computed once, then counted down."""
+        """Return how many more such events the budget allows; computed once, then counted down."""
         assert self.budget is not None
         if _is_noiseless(event) or self.noiseless:
             return 0
@@ -261,22 +262,22 @@ class Spending:
         return left.count
 
     def _known(self, event: Event) -> _Remaining | None:
-        """What is known of this event's remaining steps, if no other release was made since."""
+        """The event's remaining steps, if they were computed and the accountant is unchanged."""
         left = self._remaining
         is_known = left is not None and (left.event, left.state) == (event, self._state())
         return left if is_known else None
 
     def _check_unit(self, unit: str) -> None:
-        """Refuse a privacy unit that the releases so far do not have: no epsilon covers both."""
+        """Raise if the releases so far have another privacy unit: no epsilon covers both."""
         # Another engine may have counted on the same accountant.
         before = self.unit or (self.accountant.unit if self.is_ours else None)
         if before not in (None, unit):
             raise ValueError(
                 f"the privacy unit is a {unit!r} here, and a {before!r} in the releases so far "
                 "(of the ledger or the accountant): one epsilon cannot be for both. Use another "
-                "ledger and engine, and report both epsilons; where both names mean the same "
-                "units, pass the unit_name= of those releases, or correct the ledger: dpflash "
-                "ledger rename FILE --unit-name NAME"
+                "ledger and engine, and report both epsilons. If both names mean the same units, "
+                "pass the unit_name= of those releases, or correct the ledger: dpflash ledger "
+                "rename FILE --unit-name NAME"
             )
 
     def begin(
@@ -288,19 +289,19 @@ class Spending:
         grouping: str | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Prepare for a run of such events; raises, and changes nothing, if none is possible.
+        """Prepare for a run of such events; raise, and change nothing, if no step is possible.
 
-        `about` is what the ledger keeps of the run, see `source.about_run`.
-        `grouping` is a digest of which entries are of one unit. It stays in memory: who knew all
-        other entries could read from it whose the last one is.
+        `about` are the facts that the ledger records on the run, see `source.about_run`.
+        `grouping` is a digest of the entries' units. It is only kept in memory: from the digest,
+        whoever knows all other entries could find out the unit of the last one.
         """
         self.check(event)
         if self.is_ours and isinstance(event, RandomAllocationGaussian):
-            self._after(event, 0.5)  # refuses accountants that have no bound for it
+            self._after(event, 0.5)  # raises if the accountant does not support the event
         if self.ledger is not None and is_unnamed(unit):
             raise ValueError(
                 f"unit_name=None with unit_of and ledger={str(self.ledger.path)!r}, whose lines "
-                "must say which units its epsilon protects: pass what unit_of gives, such as "
+                "must name the units that its epsilon protects: pass the name of a unit, such as "
                 "unit_name='patient'"
             )
         if self.ledger is not None:
@@ -309,10 +310,10 @@ class Spending:
             self._check_unit(unit)
             if is_unnamed(unit) and self._grouping != grouping:
                 raise ValueError(
-                    "unit_of groups the entries otherwise than in the releases so far of this "
-                    "engine, so they may be other units: if both are the same, such as patients "
-                    "with more entries, pass their unit_name= both times; otherwise use another "
-                    "engine, and report both epsilons"
+                    "unit_of groups the entries otherwise than in this engine's releases so far, "
+                    "so the units may be others. If they are the same, such as patients with more "
+                    "entries, pass the same unit_name= both times; otherwise use another engine, "
+                    "and report both epsilons"
                 )
         before, self.budget = self.budget, budget
         try:
@@ -341,7 +342,7 @@ class Spending:
     def noise_for(
         self, event: Callable[[float], Event], count: int, *, epsilon: float, delta: float
     ) -> float:
-        """The noise multiplier at which `count` events alone stay within (epsilon, delta)."""
+        """Return the noise multiplier with which `count` events alone spend (epsilon, delta)."""
         relation = self._relation_with(event(1.0))
         return noise_multiplier_for(
             lambda noise_multiplier: convert_event(event(noise_multiplier), relation),
@@ -354,7 +355,7 @@ class Spending:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The spending as plain values."""
+        """Return the spending as plain values."""
         return {
             "accountant": self.accountant.state_dict(),
             "relation": self.relation,
@@ -363,7 +364,7 @@ class Spending:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the spending of a checkpoint. With a ledger, its events are used instead."""
+        """Load a checkpoint's spending; if there is a ledger, its events are used instead."""
         if self.ledger is None and self.is_ours:
             loaded = copied(self.accountant)
             loaded.load_state_dict(state["accountant"])
@@ -382,12 +383,12 @@ class Spending:
     # Internals
 
     def _note_counted(self) -> None:
-        """Remember the length and the last phase of a history that is not ours."""
+        """Remember the length and the last phase of the history of Opacus' accountant."""
         history = [] if self.is_ours else self.accountant.history
         self._counted = (len(history), tuple(history[-1])) if history else None
 
     def _require_counted(self) -> None:
-        """Refuse a history of Opacus' accountants that has lost releases; ours does so itself."""
+        """Raise if Opacus' accountant has lost releases (dpflash's accountants check this too)."""
         if self._counted is None:
             return
         count, last = self._counted
@@ -396,7 +397,7 @@ class Spending:
             raise RuntimeError(
                 "the history of the engine's accountant lacks releases that were made: it was "
                 "cleared, replaced, or loaded from an earlier state, so epsilon would be too "
-                "small. Put it back; resume a run in a new engine, before its first release"
+                "small. Restore it; resume a run in a new engine, before its first release"
             )
 
     def _relation_with(self, event: Event) -> str:
@@ -411,7 +412,7 @@ class Spending:
         self._relation = relation
 
     def _state(self) -> tuple[Any, ...]:
-        """A value that differs after any change of the accountant."""
+        """A value that changes whenever the accountant changes."""
         history = self.accountant.history
         events = self.accountant.events if self.is_ours else []
         return (
@@ -467,7 +468,7 @@ class Spending:
             return (
                 f"the privacy budget epsilon={limit:g} at delta={delta:g} allows no step: draws "
                 f"exceed max_batch_size with a probability of {event.failure():.3g}, for which "
-                "delta is too small. Pass a greater max_batch_size, or none"
+                "delta is too small. Pass a greater max_batch_size, or leave it out"
             )
         return (
             f"the privacy budget epsilon={limit:g} at delta={delta:g} allows no further step: "
@@ -478,7 +479,7 @@ class Spending:
 
 
 def _check_epsilon(ledger: Ledger) -> None:
-    """Refuse a ledger whose events give a smaller epsilon than its last line with one."""
+    """Raise if a ledger's events have a smaller epsilon than the last line that states one."""
     lines = list(ledger.lines)
     while lines and not (lines[-1].epsilon and lines[-1].accountant in _RECOMPUTED):
         lines.pop()
@@ -517,18 +518,18 @@ def _is_noiseless(event: Event) -> bool:
 
 
 def common_relation(relations: Iterable[str]) -> str:
-    """The relation under which events of these relations are accounted for together.
+    """Return the relation under which events of these relations are accounted for together.
 
-    Events of one relation keep it. Events of different relations are converted to "zero_out", for
-    which every sampler has a guarantee: Poisson sampling costs the same as under "add_remove".
-    Shuffled and fixed-size batches have no guarantee under "add_remove".
+    If all relations are the same, it is this relation. Otherwise events are converted to
+    "zero_out", for which every sampler has a guarantee: Poisson sampling costs the same as under
+    "add_remove". Shuffled and fixed-size batches have no guarantee under "add_remove".
     """
     given = set(relations)
     return given.pop() if len(given) == 1 else ZERO_OUT
 
 
 def convert_event(event: Event, relation: str) -> Event:
-    """Convert an event to another neighboring relation, for which it must have a guarantee."""
+    """Convert an event to another neighboring relation; raise if it has no guarantee for it."""
     if event.relation == relation:
         return event
     if type(event) is Gaussian and relation == ADD_REMOVE:
@@ -540,9 +541,9 @@ def convert_event(event: Event, relation: str) -> Event:
     takes_size = isinstance(event, PoissonGaussian | RandomAllocationGaussian)
     if takes_size and (event.relation, relation) == (ZERO_OUT, ADD_REMOVE):
         raise ValueError(
-            f"neighboring_relation={relation!r}: the {event.sampler} sampler took the size of the "
-            "dataset as public, and its sample rate changes with one more sample; pass "
-            f"make_private(dataset_size=...), a public number, or use {ZERO_OUT!r}"
+            f"neighboring_relation={relation!r}: the {event.sampler} sampler counted the size of "
+            "the dataset as public, and its sample rate changes with one more sample; pass a "
+            f"public number, make_private(dataset_size=...), or use {ZERO_OUT!r}"
         )
     try:
         return event.convert(relation)
@@ -554,5 +555,5 @@ def convert_event(event: Event, relation: str) -> Event:
 
 
 def rounded_up(epsilon: float) -> str:
-    """Epsilon with three decimals, never less than it is."""
+    """Return epsilon with three decimals, rounded up."""
     return f"{math.ceil(epsilon * 1000) / 1000:.3f}"

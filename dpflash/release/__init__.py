@@ -1,4 +1,4 @@
-"""Trained models outside of their runs: loading, evaluation, generation, export."""
+"""Loading, evaluating, generating with and exporting trained models."""
 
 from .._lazy import lazy
 

@@ -19,16 +19,16 @@ def model_card(
     how: str,
     audit: Mapping[str, Any] | None = None,
 ) -> str:
-    """The card as Markdown.
+    """Return the card as Markdown.
 
     Args:
-        report: of the run, see `dpflash.train.report.make_report`.
-        kind: what the model is, such as "causal language model".
-        task: its name on the Hub, such as "text-generation"; None for an unknown one.
-        library: "dpflash" or "transformers", which loads the model.
-        base: name of the pretrained model; None for a new one.
-        how: Python that loads the model.
-        audit: what `dpflash audit --run` found with the run's settings; None without one.
+        report: report of the run, see `dpflash.train.report.make_report`.
+        kind: kind of the model, such as "causal language model".
+        task: name of the task on the Hub, such as "text-generation"; None if unknown.
+        library: the library that loads the model, "dpflash" or "transformers".
+        base: name of the pretrained model; None for a new model.
+        how: Python code that loads the model.
+        audit: the result of `dpflash audit --run` for the run's settings, or None.
     """
     private = "" if report["epsilon"] is None else "differential-privacy, "
     trained = "trained" if base is None else f"fine-tuned from {base}"

@@ -40,7 +40,7 @@ from .load import SAFETENSORS, is_pretrained, load, pretrained_folder, report_of
 
 _TOKENIZER = "tokenizer_config.json"
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-# What a class of transformers loads, and the name of its task on the Hub.
+# Class of transformers -> (kind of model, name of its task on the Hub).
 _KINDS = {
     CAUSAL: ("causal language model", "text-generation"),
     CLASSIFIER: ("classifier of texts", "text-classification"),
@@ -65,24 +65,25 @@ def export(
 
     Args:
         run: folder of a `dpflash train` run that ended or was interrupted, the output_dir of a
-            `DPTrainer`, or what its `save_model` wrote.
-        out: new folder: model.safetensors, config.json, README.md (the model card), and for a
-            model of transformers its tokenizer.
-        keep_adapters: write LoRA adapters as they are; they then load with peft beside the base
-            model. Otherwise they are added to its weights.
-        ledgers: of other runs that the weights come from, such as that of the base model. The card
-            states epsilon of each, and of all together where their privacy units are the same.
+            `DPTrainer`, or a folder that its `save_model` wrote.
+        out: new folder, for model.safetensors, config.json, README.md (the model card), and the
+            tokenizer of a model of transformers.
+        keep_adapters: whether to write LoRA adapters unmerged, to be loaded with peft and the base
+            model. Otherwise they are merged into the base model's weights.
+        ledgers: ledgers of other runs that the weights come from, such as the base model's. The
+            card states epsilon of each ledger, and of all together if their privacy units are the
+            same.
 
     Returns:
         The folder.
 
     Raises:
-        FileNotFoundError, ValueError: the run has no model or went on after it was written, out
-            exists, or an argument does not fit the run.
+        FileNotFoundError, ValueError: the run has no model or made releases after the model was
+            written, out exists, or an argument does not match the run.
 
     Guarantees:
-        Nothing in the folder depends on the data but through the private weights and the numbers
-        that the report declares or treats as public.
+        The folder depends on the data only through the private weights and the numbers that the
+        report declares or treats as public.
     """
     run, out = Path(run), Path(out)
     report = _report(run, ledgers)
@@ -94,7 +95,7 @@ def export(
             f"keep_adapters=True: the run in {str(run)!r} trained no adapters; drop it"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside its place, so that a folder of that name is always complete.
+    # Written to another name first, so that a folder with the final name is complete.
     work = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
     work.mkdir()
     try:
@@ -113,7 +114,7 @@ def export(
 
 
 def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
-    """The report of a run, which must be about all steps in its ledger, and of other ledgers."""
+    """Return a run's report with the epsilon of all ledgers; raise if it does not match them."""
     if not run.is_dir():
         raise FileNotFoundError(f"run={str(run)!r}: no such folder; pass that of a run")
     resume = f"dpflash train --resume {run}"
@@ -129,14 +130,14 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
         )
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     own = Path(report["config"].get("ledger") or run / LEDGER).resolve()
-    # What `save_model` wrote elsewhere has no ledger beside it.
+    # A folder that `save_model` wrote elsewhere has no ledger.
     ledger = Ledger(own) if own.is_file() else None
     others = [path for path in others if ledger is None or Path(path).resolve() != own]
     ledgers = [*([] if ledger is None else [ledger]), *opened(others)]
     if others and not any(report.get("ledger_head") in heads(one.content()) for one in ledgers):
         raise ValueError(
             f"ledgers={list(map(str, others))}: none is that of the run in {str(run)!r}, which "
-            "counts too; pass it beside the others"
+            "counts too; pass the run's ledger too"
         )
     if ledgers:
         report["by_run"] = epsilon_by_run(ledgers, report["delta"], report["accountant"])
@@ -146,10 +147,10 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
     report["private_base"] = not others and _has_card(report["config"].get("model"))
     if "weights" in report and report["weights"] != weights_digest(pretrained_folder(run)):
         raise ValueError(
-            f"run={str(run)!r}: its weights are not those that its {REPORT} describes, and no "
-            "epsilon is known for them; write both by DPTrainer.save_model"
+            f"run={str(run)!r}: its weights are not those that its {REPORT} describes, so their "
+            "epsilon is not known; write both by DPTrainer.save_model"
         )
-    # Corrected since the report was written.
+    # Units that were renamed after the report was written.
     for was, unit in ({} if ledger is None else ledger.names).items():
         report["privacy_unit"] = report["privacy_unit"].replace(f"{was} (", f"{unit} (", 1)
         report["unit_name"] = unit.partition(": ")[2]
@@ -157,7 +158,6 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
 
 
 def _require_same(run: Path, report: dict[str, Any], ledger: Ledger) -> None:
-    """Refuse a report that is not of the run's ledger, or of the run's lines in a shared one."""
     written = report["steps"] + report["lost_steps"]
     stated, lines = report["epsilon"], ledger.lines
     spending = Spending(report["accountant"], ledger=ledger)
@@ -189,7 +189,6 @@ def _require_same(run: Path, report: dict[str, Any], ledger: Ledger) -> None:
 
 
 def _has_card(base: str | None) -> bool:
-    """Whether a base model is here, and its card has the section on privacy."""
     card = None if base is None else Path(base) / CARD
     return card is not None and card.is_file() and TITLE in card.read_text(encoding="utf-8")
 
@@ -199,7 +198,7 @@ def _write_own(run: Path, out: Path) -> None:
     assert isinstance(model, LongContextLM)
     weights = {name: value.contiguous() for name, value in model.state_dict().items()}
     if model.architecture["tie_embeddings"]:
-        del weights["lm_head.weight"]  # files hold no tensor twice
+        del weights["lm_head.weight"]  # safetensors files do not support shared tensors
     metadata = {"format": "pt", "architecture": json.dumps(model.architecture)}
     save_file(weights, out / SAFETENSORS, metadata=metadata)
     write_architecture(model, out)
@@ -207,7 +206,7 @@ def _write_own(run: Path, out: Path) -> None:
 
 def _write_pretrained(trained: Path, out: Path, keep_adapters: bool) -> None:
     transformers = require_transformers(trained)
-    # By name: beside them may be checkpoints and their keys.
+    # Copy named files only, since the folder may have checkpoints and their keys.
     copied = [trained / name for name in _PROCESSORS]
     if keep_adapters:
         copied += [trained / CONFIG, *trained.glob("adapter_*")]
@@ -217,7 +216,7 @@ def _write_pretrained(trained: Path, out: Path, keep_adapters: bool) -> None:
     if (trained / _TOKENIZER).is_file():
         load_tokenizer(trained).save_pretrained(out)
     if keep_adapters:
-        # The path of the base model is of this machine.
+        # Write the base model's name, not its path on this machine.
         config = json.loads((out / ADAPTER).read_text(encoding="utf-8"))
         config["base_model_name_or_path"] = adapted_folder(trained).name
         (out / ADAPTER).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -250,7 +249,7 @@ def _card(run: Path, report: Mapping[str, Any], keep_adapters: bool) -> str:
 
 
 def _audit(run: Path, report: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What `dpflash audit --run` found, which must be about the settings of the report."""
+    """Return the result of `dpflash audit --run`; raise if it was for other settings."""
     path = run / AUDIT
     if not path.is_file():
         return None
@@ -259,7 +258,7 @@ def _audit(run: Path, report: Mapping[str, Any]) -> dict[str, Any] | None:
     for name, value in audit["settings"].items():
         if value != (steps if name == "steps" else report[name]):
             raise ValueError(
-                f"run={str(run)!r}: {AUDIT} is of {name}={value!r}, which the run no longer has; "
+                f"run={str(run)!r}: {AUDIT} is for {name}={value!r}, which the run no longer has; "
                 f"repeat dpflash audit --run {run}, or delete the file"
             )
     return audit

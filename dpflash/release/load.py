@@ -1,4 +1,4 @@
-"""`dpflash.load`: the model of a run's folder, or of an export."""
+"""`dpflash.load`: loads the model of a run's folder or of an export."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ SAFETENSORS = "model.safetensors"
 
 
 def load(folder: str | os.PathLike[str]) -> nn.Module:
-    """Build the trained model of a folder.
+    """Load the trained model of a folder.
 
     Args:
         folder: the folder of a `dpflash train` run or of a `dpflash export`, the output_dir of a
-            `DPTrainer`, or what its `save_model` wrote. Nothing is downloaded.
+            `DPTrainer`, or a folder that its `save_model` wrote. Nothing is downloaded.
 
     Returns:
         A `dpflash.nn.LongContextLM`, or a model of transformers (with its adapters, if the folder
         has some): on the CPU, in float32 and eval mode.
 
     Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: the folder has no model, config.json describes another architecture than that
-            of the weights, a file is damaged, or a library is missing.
+        FileNotFoundError: the folder does not exist.
+        ValueError: the folder has no model, config.json and the weights have different
+            architectures, a file is damaged, or a library is missing.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -57,7 +57,7 @@ def load(folder: str | os.PathLike[str]) -> nn.Module:
         raise ValueError(
             f"folder={str(folder)!r}: {ARCHITECTURE} says {name}={described.get(name)!r}, and the "
             f"weights are of a model with {name}={architecture.get(name)!r}; the two files do not "
-            "belong together, restore them"
+            "belong together, restore both"
         )
     model = _build(path, architecture)
     if architecture["tie_embeddings"]:
@@ -70,7 +70,7 @@ def load(folder: str | os.PathLike[str]) -> nn.Module:
 
 
 def is_pretrained(folder: Path) -> bool:
-    """Whether the model of a folder is one of transformers."""
+    """Whether the model of a folder is a model of transformers."""
     if pretrained_folder(folder) != folder or (folder / ADAPTER).is_file():
         return True
     config = folder / ARCHITECTURE
@@ -78,9 +78,9 @@ def is_pretrained(folder: Path) -> bool:
 
 
 def pretrained_folder(folder: Path) -> Path:
-    """Where transformers finds the model: that folder itself, or one in the folder of a run.
+    """Return the folder that transformers loads: the folder itself, or a subfolder of a run.
 
-    Of a `DPTrainer` that wrote checkpoints only, it is the newest.
+    If a `DPTrainer` wrote checkpoints only, this is the newest checkpoint.
     """
     if (folder / PRETRAINED).is_dir():
         return folder / PRETRAINED
@@ -91,13 +91,12 @@ def pretrained_folder(folder: Path) -> Path:
 
 
 def report_of(folder: Path) -> Path:
-    """The report of a run: beside the model, where a `DPTrainer` wrote it, or in its folder."""
+    """Return the path of a run's report: beside the model (`DPTrainer`) or in the run's folder."""
     beside = pretrained_folder(folder) / REPORT
     return beside if beside.is_file() else folder / REPORT
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:
-    """The architecture in config.json."""
     path = folder / ARCHITECTURE
     if not path.is_file():
         raise ValueError(
@@ -107,8 +106,8 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
     content = _read_json(path)
     if content.get("format") != FORMAT or not isinstance(content.get("architecture"), dict):
         raise ValueError(
-            f"folder={str(folder)!r}: {ARCHITECTURE} is not of the format {FORMAT!r}, nor that of "
-            "a model of transformers; pass the folder of a run or an export"
+            f"folder={str(folder)!r}: {ARCHITECTURE} has neither the format {FORMAT!r} nor that "
+            "of a model of transformers; pass the folder of a run or an export"
         )
     architecture: dict[str, Any] = content["architecture"]
     return architecture
@@ -123,13 +122,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_weights(folder: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-    """The weights, and the architecture that was written into the same file."""
     for name, read in ((SAFETENSORS, _read_safetensors), (WEIGHTS, _read_torch)):
         if (folder / name).is_file():
             saved, architecture = read(folder / name)
             if architecture is None:
                 raise ValueError(
-                    f"{folder / name}: does not say of which architecture it is, as weights of "
+                    f"{folder / name}: does not contain the model's architecture, like weights of "
                     "earlier versions; build the model yourself and call load_state_dict"
                 )
             return saved, architecture

@@ -1,4 +1,4 @@
-"""A trained classifier of texts with its labels, which evaluates labelled texts.
+"""TextClassifierModel: a trained text classifier, evaluated on labelled texts.
 
 Letters: B texts, T tokens, C labels.
 """
@@ -22,11 +22,11 @@ from .load import is_pretrained, pretrained_folder
 
 @dataclass(frozen=True)
 class Classification:
-    """How a classifier does on texts. Epsilon does not cover it.
+    """Results of a classifier on texts. Epsilon does not cover them.
 
     Attributes:
         texts: number of texts.
-        accuracy: fraction of texts whose likeliest label is theirs.
+        accuracy: fraction of texts whose predicted label is correct.
         nats_per_text: mean loss of a text.
     """
 
@@ -39,7 +39,7 @@ class TextClassifierModel:
     """The classifier of a run or an export.
 
     Raises:
-        FileNotFoundError, ValueError: as `dpflash.load`, or for another model.
+        FileNotFoundError, ValueError: as `dpflash.load`, or the model is not a text classifier.
 
     Attributes:
         labels: the names of the labels, in the order of the logits `[B, C]`.
@@ -49,7 +49,7 @@ class TextClassifierModel:
         own = pretrained_folder(Path(folder))
         if not is_pretrained(own) or head_of(own) != CLASSIFIER:
             raise ValueError(
-                f"folder={str(folder)!r}: its model classifies no texts; leave label_field out"
+                f"folder={str(folder)!r}: its model is no text classifier; leave label_field out"
             )
         model: Any = load_model(own)
         self._model = model
@@ -57,7 +57,7 @@ class TextClassifierModel:
         self.labels = [name for _, name in sorted(model.config.id2label.items())]
 
     def evaluate(self, contents: Sequence[bytes]) -> Classification:
-        """The accuracy and the loss on documents of a label, a NUL byte and a text each."""
+        """Compute accuracy and loss on documents, each a label, a NUL byte and a text."""
         model, numbers = self._model, {name: n for n, name in enumerate(self.labels)}
         longest = max_tokens_of(model, self._tokenizer)
         known = model.get_input_embeddings().num_embeddings

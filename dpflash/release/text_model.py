@@ -1,4 +1,4 @@
-"""A trained model with its tokens: evaluates documents and continues text, for both kinds.
+"""TextModel: a trained language model that evaluates documents and continues texts.
 
 Letters: T tokens, V vocabulary.
 """
@@ -46,7 +46,7 @@ class Evaluation:
         documents: number of documents.
         tokens: number of tokens that were predicted.
         nats_per_token: mean loss of a token.
-        bits_per_byte: loss of all text over its UTF-8 bytes; None if not all of it was predicted.
+        bits_per_byte: loss of all text / number of its bytes; None if some text was not predicted.
     """
 
     documents: int
@@ -61,27 +61,27 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the mean loss; inf where it exceeds float's range."""
+        """The exponential of the mean loss; inf if it exceeds float's range."""
         return math.exp(self.nats_per_token) if self.nats_per_token < 700 else math.inf
 
 
 class TextModel:
-    """The model of a run or an export.
+    """The language model of a run or an export.
 
     Raises:
         FileNotFoundError, ValueError: as `dpflash.load`.
 
     Attributes:
         token: "byte" or "token".
-        max_tokens: the greatest T; None for any.
+        max_tokens: the largest T; None for no limit.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         own = pretrained_folder(Path(folder))
         if is_pretrained(own) and head_of(own) != CAUSAL:
             raise ValueError(
-                f"folder={str(folder)!r}: its model is no causal language model; a classifier of "
-                "texts is evaluated with label_field, others by a script of your own"
+                f"folder={str(folder)!r}: its model is no causal language model; to evaluate a "
+                "text classifier pass label_field; evaluate other models by your own script"
             )
         model: Any = load(folder)
         self._model: Any = model
@@ -92,7 +92,7 @@ class TextModel:
             self._tokenizer = load_tokenizer(own)
             self.token = "token"
             self._padding = start_token(self._tokenizer) or 0
-            # The model's own may ask for beams or penalties.
+            # Replaced, since the model's own config may enable beam search or penalties.
             ends = model.generation_config.eos_token_id
             self._model.generation_config = self._transformers.GenerationConfig(
                 eos_token_id=self._tokenizer.eos_token_id if ends is None else ends,
@@ -110,21 +110,22 @@ class TextModel:
         max_windows: int | None = None,
         progress: bool = False,
     ) -> Evaluation:
-        """The loss on documents, cut into windows without overlap.
+        """Compute the loss on documents, which are cut into windows without overlap.
 
         Args:
             contents: the documents' bytes.
-            seq_len: tokens per window; None for the longest document, or what the model takes.
+            seq_len: tokens per window; None for the longest document, or the model's maximum.
             max_windows: maximum number of windows; None for all.
             progress: whether to show a progress bar on stderr.
 
         Raises:
-            ValueError: seq_len is above what the model takes, or there is nothing to predict.
+            ValueError: seq_len is above the model's maximum, or no token can be predicted.
         """
         _validate.optional(_validate.positive_int, seq_len=seq_len)
         if self.max_tokens is not None and seq_len is not None and seq_len > self.max_tokens:
             raise ValueError(
-                f"seq_len={seq_len}: the model takes {self.max_tokens} tokens; pass at most that"
+                f"seq_len={seq_len}: the model takes {self.max_tokens} tokens; pass at most that "
+                "many"
             )
         documents: Sequence[Tokens] = contents
         if self._tokenizer is not None:
@@ -150,7 +151,7 @@ class TextModel:
                 count += int((targets != IGNORE_INDEX).sum())
                 bar.update(len(inputs))
         if not count:
-            raise ValueError("data: the documents have no tokens to predict; pass longer ones")
+            raise ValueError("data: no document has a token to predict; pass longer documents")
         # Without a start token the first token of a document is not predicted.
         starts = self._tokenizer is None or start_token(self._tokenizer) is not None
         is_whole = starts and count == sum(targets_of)
@@ -171,15 +172,15 @@ class TextModel:
         Args:
             prompt: the text; it may be empty.
             max_new_tokens: maximum number of tokens to add.
-            temperature: divides the logits; 0 takes the likeliest token.
-            top_k: number of likeliest tokens to choose among; None for all.
-            seed: of the choices; None for other ones in each call.
+            temperature: number that divides the logits; 0 chooses the most likely token.
+            top_k: number of most likely tokens to sample from; None for all tokens.
+            seed: seed of the sampling; None for a different text in each call.
 
         Returns:
             The prompt and its continuation.
 
         Raises:
-            ValueError: for numbers out of their ranges, or more tokens than the model takes.
+            ValueError: a number is out of range, or there are more tokens than the model takes.
         """
         _validate.positive_int(max_new_tokens=max_new_tokens)
         _validate.non_negative(temperature=temperature)
@@ -197,11 +198,11 @@ class TextModel:
     def _generate_bytes(
         self, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None
     ) -> str:
-        """Byte by byte; of longer texts the model sees the last max_tokens bytes."""
+        """Continue byte by byte; the model's input is at most the last max_tokens tokens."""
         ids = [DOCUMENT_START, *prompt.encode(errors="replace")]
         for _ in range(max_new_tokens):
             seen = torch.tensor([ids[-self._model.max_seq_len :]])
-            # The start of a document is no byte.
+            # DOCUMENT_START is not a byte, so it is never generated.
             logits = self._model(seen)[0, -1, :DOCUMENT_START]
             ids.append(_choose(logits, temperature, top_k))
         return bytes(ids[1:]).decode(errors="replace")
@@ -215,13 +216,13 @@ class TextModel:
         ids = ids if start is None else [start, *ids]
         if not ids:
             raise ValueError(
-                f"prompt={prompt!r}: the tokenizer makes no token of it, and has none that starts "
-                "a text; pass a longer prompt"
+                f"prompt={prompt!r}: the tokenizer makes no token from it, and has no start "
+                "token; pass a longer prompt"
             )
         if self.max_tokens is not None and len(ids) + max_new_tokens > self.max_tokens:
             raise ValueError(
                 f"max_new_tokens={max_new_tokens} after a prompt of {len(ids)} tokens: the model "
-                f"takes {self.max_tokens}; lower it, or shorten the prompt"
+                f"takes {self.max_tokens}; lower max_new_tokens, or shorten the prompt"
             )
         options: dict[str, Any] = {"do_sample": temperature > 0}
         if temperature > 0:
@@ -239,7 +240,6 @@ class TextModel:
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None) -> int:
-    """A token from its logits `[V]`."""
     if temperature == 0:
         return int(logits.argmax())
     values, tokens = logits.topk(min(top_k or len(logits), len(logits)))

@@ -27,7 +27,7 @@ from .data import (
     noun_of,
 )
 
-# Sizes of a model that is built here; a pretrained one has its own.
+# Sizes of a new model; a pretrained model has its own sizes.
 _SIZES = {"embed_dim": 64, "layers": 2, "heads": 1}
 _STEPS = 20
 _EXAMPLES_PER_UNIT = 4
@@ -38,9 +38,9 @@ _EXAMPLES_PER_UNIT = 4
 class TrainingConfig:
     """The configuration of a training job: the options that `dpflash train --help` explains.
 
-    None takes the default that the help names. With `pack` a document that is longer than a row is
-    cut into windows, of which the gradients are added before they are clipped; of one that is
-    longer than a microbatch, each step trains on a window of a microbatch's tokens.
+    None means the default that the help names. With `pack`, a document that is longer than a row
+    is cut into windows, whose gradients are added before they are clipped. Of a document that is
+    longer than a microbatch, each step trains on one window of a microbatch's tokens.
     """
 
     data: str | None = None
@@ -68,11 +68,11 @@ class TrainingConfig:
     # epsilon after all steps; None if noise_multiplier is given
     target_epsilon: float | None = 8.0
     noise_multiplier: float | None = None
-    bands: int | str = 1  # of the noise; "auto" for those with the least error
+    bands: int | str = 1  # number of bands of the noise; "auto" for the number with least error
     delta: float = 1e-5
     allow_large_delta: bool = False
     max_epsilon: float | None = None
-    ledger: str | None = None  # None means one of its own, in the job's folder
+    ledger: str | None = None  # None means a new ledger in the job's folder
     accountant: str = DEFAULT_ACCOUNTANT
     clipping: str | None = None  # None means the default of the optimize level
     grad_sample_mode: str = "auto"
@@ -143,7 +143,7 @@ class TrainingConfig:
         elif self.noise_multiplier is not None:
             raise ValueError(
                 f"bands='auto' with noise_multiplier={self.noise_multiplier!r}: bands are chosen "
-                "for a target_epsilon; pass it instead, or a number of bands"
+                "for a target_epsilon; pass target_epsilon instead, or a number of bands"
             )
         if self.max_epsilon is not None and self.noise_multiplier == 0:
             raise ValueError(
@@ -174,14 +174,15 @@ class TrainingConfig:
             _validate.positive_int(examples_per_unit=self.examples_per_unit)
         elif self.examples_per_unit is not None:
             raise ValueError(
-                f"examples_per_unit={self.examples_per_unit!r} with unit={self.unit!r}, of which "
-                "each document is a unit; pass unit='folder' or 'field:NAME', or drop it"
+                f"examples_per_unit={self.examples_per_unit!r} with unit={self.unit!r}: here each "
+                "unit has one document; pass unit='folder' or 'field:NAME', or drop it"
             )
         _validate.optional(_validate.words, unit_name=self.unit_name)
         if self.unit_name is not None and not has_several_documents(self.unit):
             raise ValueError(
-                f"unit_name={self.unit_name!r} with unit={self.unit!r}: it says what a folder, or "
-                "a value of a field, is; pass unit='folder' or 'field:NAME', or drop it"
+                f"unit_name={self.unit_name!r} with unit={self.unit!r}: only units that are "
+                "folders or values of a field have a name; pass unit='folder' or 'field:NAME', or "
+                "drop it"
             )
         data = default_data_dir() if self.data is None else Path(self.data)
         suffixes = (".py",) if self.data is None and self.suffixes is None else self.suffixes
@@ -200,15 +201,15 @@ class TrainingConfig:
             self._set(eval_data=os.fspath(Path(self.eval_data).absolute()), eval_fraction=0.0)
             if self.eval_data == self.data:
                 raise ValueError(
-                    f"eval_data={self.eval_data!r}: is the training data; pass other documents, "
-                    "or eval_fraction to hold out some of these"
+                    f"eval_data={self.eval_data!r} is the training data; pass other documents, "
+                    "or eval_fraction to hold out a part of the training data"
                 )
             return
         fraction = HELD_OUT if fraction is None else fraction
         _validate.non_negative(eval_fraction=fraction)
         if fraction >= 1:
             raise ValueError(
-                f"eval_fraction={fraction!r}: expected a number below 1; pass such as 0.1"
+                f"eval_fraction={fraction!r}: expected a number below 1, such as 0.1; pass one"
             )
         self._set(eval_fraction=fraction)
 
@@ -216,21 +217,22 @@ class TrainingConfig:
         if (self.label_field is None) != (self.labels is None):
             raise ValueError(
                 f"label_field={self.label_field!r} with labels={self.labels!r}: a classifier "
-                "needs the field of the label, and the names of all labels, which are public; "
-                "pass both"
+                "needs the field of the label, and the names of all labels, which count as "
+                "public; pass both"
             )
         if self.labels is None:
             return
         if len(set(self.labels)) != len(self.labels) or len(self.labels) < 2:
             raise ValueError(
-                f"labels={self.labels!r}: expected at least two, and none of them twice"
+                f"labels={self.labels!r}: expected at least two labels, and none of them twice"
             )
         self._set(labels=[*map(str, self.labels)])
         if self.model is None or self.pack or self.unit in ("file", "folder"):
             raise ValueError(
                 f"label_field={self.label_field!r} with model={self.model!r}, unit={self.unit!r} "
-                f"and pack={self.pack!r}: a model of transformers is fine-tuned on records, each "
-                "with a text and a label; pass model, unit='record' or 'field:NAME', and no pack"
+                f"and pack={self.pack!r}: a classifier is a model of transformers that is "
+                "fine-tuned on records, each with a text and a label; pass model, unit='record' "
+                "or 'field:NAME', and no pack"
             )
 
     def _resolve_model(self) -> None:
@@ -239,7 +241,7 @@ class TrainingConfig:
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"{name}={getattr(self, name)!r} without model: a new model reads bytes "
-                        "and trains all its parameters; pass model, or drop it"
+                        "and trains all its parameters; pass model, or leave this option out"
                     )
             for name, size in _SIZES.items():
                 if getattr(self, name) is None:
@@ -252,7 +254,7 @@ class TrainingConfig:
                 if getattr(self, name) is not None:
                     raise ValueError(
                         f"{name}={getattr(self, name)!r} with model={self.model!r}: a pretrained "
-                        "model has its own; drop one of them"
+                        "model already determines it; drop one of the two"
                     )
             _validate.optional(_validate.positive_int, lora_rank=self.lora_rank)
             self._set(model=os.fspath(Path(self.model).absolute()))
@@ -265,14 +267,14 @@ class TrainingConfig:
             self._set(baseline=self.model is None)
 
     def sample_rate(self, num_units: int) -> float:
-        """The probability that a step samples a unit.
+        """Return the probability that a step samples a unit.
 
-        The number of units is used only if dataset_size is None.
+        `num_units` is used only if dataset_size is None.
         """
         return self.batch_size / (self.dataset_size or num_units)
 
     def num_steps(self, num_units: int) -> int:
-        """The number of noisy steps; of the number of units see `sample_rate`."""
+        """Return the number of noisy steps; `num_units` is used only if dataset_size is None."""
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
@@ -280,19 +282,19 @@ class TrainingConfig:
 
     @property
     def noun(self) -> str:
-        """What a unit is called, such as "file" or "patient"."""
+        """The name of a unit, such as "file" or "patient"."""
         return noun_of(self.unit, self.unit_name)
 
     @property
     def document(self) -> str:
-        """What a document is called: "file" or "record"."""
+        """The name of a document: "file" or "record"."""
         return "file" if self.unit in ("file", "folder") else "record"
 
     @property
     def units_in_memory(self) -> int | None:
-        """The most units of a microbatch; None where it has rows of packed documents.
+        """The largest number of units of a microbatch; None if documents are packed.
 
-        Units of several documents count by the documents that they have room for.
+        A unit of several documents takes examples_per_unit of physical_batch_size rows.
         """
         if self.pack:
             return None
@@ -304,13 +306,13 @@ class TrainingConfig:
         return self.eval_data is not None or bool(self.eval_fraction)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as plain values."""
+        """Return the fields as plain values."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How ranks share a job, as `dpflash train --help` explains. Results do not depend on it."""
+    """How the ranks divide a job, see `dpflash train --help`. Results do not depend on it."""
 
     context_parallel: int = 1
     context_mode: str = "auto"
@@ -330,29 +332,29 @@ class Parallelism:
         _validate.finite(**times)
 
     def check(self, config: TrainingConfig) -> None:
-        """Refuse a job that cannot be shared in this way, such as by more ranks than tokens."""
+        """Raise if the ranks cannot divide the job in this way (more ranks than tokens, say)."""
         context = self.context_parallel
         if config.model is not None and self.shard_parameters:
             raise ValueError(
-                f"shard_parameters=True with model={config.model!r}: pretrained models are shared "
-                "by dividing documents and tokens only; drop it"
+                f"shard_parameters=True is not supported with model={config.model!r}: ranks of a "
+                "pretrained model divide documents and tokens only; drop shard_parameters"
             )
         if context > 1 and config.labels is not None:
             raise ValueError(
-                f"context_parallel={context} with label_field={config.label_field!r}: a "
-                "classifier's ranks divide the texts of a step only; drop it"
+                f"context_parallel={context} with label_field={config.label_field!r}: ranks of a "
+                "classifier divide the texts of a step only; drop context_parallel"
             )
         if context > 1 and config.pack and self.sharding != "contiguous":
             raise ValueError(
-                f"sharding={self.sharding!r} with pack: ranks hold contiguous tokens of packed "
-                "rows; drop it"
+                f"sharding={self.sharding!r} with pack: each rank must have contiguous tokens of "
+                "packed rows; drop sharding"
             )
         if context > config.seq_len:
             raise ValueError(
                 f"context_parallel={context} with seq_len={config.seq_len}: a rank would have "
                 "no token; lower context_parallel or raise seq_len"
             )
-        heads = context if config.heads is None else config.heads  # a pretrained model has its own
+        heads = context if config.heads is None else config.heads  # None for a pretrained model
         if self.context_mode == "ulysses" and context > heads:
             raise ValueError(
                 f"context_mode='ulysses' with context_parallel={context} and heads="
@@ -368,13 +370,13 @@ class TrainingState:
     config: dict[str, Any]
     data_digest: str
     noise_multiplier: float
-    coefficients: list[float]  # of the noise: one for each band
+    coefficients: list[float]  # coefficients of the noise, one for each band
     init_seed: int
     window_key: bytes
     bits_before: float | None = None
     bits_after: float | None = None
     bits_nonprivate: float | None = None
-    accuracies: dict[str, float] = field(default_factory=dict)  # of a classifier, as bits_...
+    accuracies: dict[str, float] = field(default_factory=dict)  # a classifier's; keys as bits_...
     history: list[dict[str, Any]] = field(default_factory=list)
     baseline_losses: list[float] = field(default_factory=list)
     baseline: dict[str, Any] | None = None
@@ -401,29 +403,29 @@ class Corpus:
 
     @classmethod
     def read(cls, config: TrainingConfig) -> Corpus:
-        """Read the corpus of a config; refuses one with fewer training documents than a batch."""
+        """Read the corpus; raise if it has fewer units for training than a batch."""
         assert config.data is not None and config.eval_fraction is not None
         if config.unit in ("file", "folder") and Path(config.data).is_file():
             raise ValueError(
                 f"unit={config.unit!r} with data={config.data!r}: the file would be the only "
-                "privacy unit; pass unit='record' if each of its lines is one, unit='field:NAME' "
-                "if a field of them names it, or a folder"
+                "privacy unit; pass unit='record' if each line is a unit, unit='field:NAME' if a "
+                "field of the lines names the unit, or a folder"
             )
         documents = _read(config.data, config, config.suffixes)
         train, held_out = documents.split(config.eval_fraction)
         if config.eval_data is not None:
             held_out = _read(config.eval_data, config, None)
-            # The other way round, which documents are left to evaluate on would tell of training.
+            # Not the reverse: the documents left for evaluation would depend on the training data.
             train = train.without(held_out)
             if not train:
                 raise ValueError(
                     f"eval_data={config.eval_data!r}: all documents to train on are in it; pass "
-                    "other ones, or leave it out to hold out some"
+                    "other documents, or leave eval_data out to hold out some"
                 )
         if config.dataset_size is None and config.batch_size > train.num_units:
             raise PrivateRefusal(
                 f"batch_size={config.batch_size}: {config.data} has fewer units for training; "
-                "lower it or add more",
+                "lower batch_size or add units",
                 units=_validate.counted(train.num_units, config.noun),
             ) from None
         digest = blake2b(digest_size=16)
@@ -452,13 +454,13 @@ def _read(path: str, config: TrainingConfig, suffixes: Collection[str] | None) -
 def noise_for(
     config: TrainingConfig, num_units: int, state_memory: tuple[int, int] | None = None
 ) -> tuple[float, Banded]:
-    """The noise of a job: its multiplier, configured or for target_epsilon, and its coefficients.
+    """Return the noise multiplier of a job and its banded noise.
 
     Args:
-        config: of the job.
+        config: the job's configuration, with noise_multiplier or target_epsilon.
         num_units: used only if dataset_size is None.
-        state_memory: for bands="auto": how many parameters are trained, and the bytes that states
-            of their noise may take.
+        state_memory: for bands="auto": the number of trained parameters, and the bytes that the
+            noise's states may take.
     """
     size, noun = config.dataset_size or num_units, config.noun
     problem = _validate.large_delta(config.delta, size, noun)

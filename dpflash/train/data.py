@@ -1,9 +1,8 @@
-"""Documents for language modelling, and the unit of privacy of each.
+"""Documents for language modelling, and the privacy unit of each document.
 
-A document is a file, or a record of a JSONL file. It is a unit of privacy itself, or one of the
-documents of a folder, or of the records with one value in some field, which are a unit together.
-Models train on windows of a document's tokens: `DOCUMENT_START` followed by the document's bytes,
-or an array of token ids.
+A document is a file, or a record of a JSONL file. A privacy unit is one document, all documents of
+a folder, or all records with the same value in some field. Models train on windows of a document's
+tokens: `DOCUMENT_START` followed by the document's bytes, or an array of token ids.
 """
 
 import json
@@ -32,18 +31,18 @@ UNITS = ("file", "record", "folder")
 _FIELD = "field:"
 HELD_OUT = 0.1  # default fraction of held-out documents
 
-# A document's bytes, or `[1 + targets]` token ids, of which the first is never a target.
+# A document's bytes, or `[1 + targets]` token ids, whose first is never a target.
 Tokens = bytes | np.ndarray
 
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
-# Binary files have a NUL byte among the first bytes, so they are not read to the end.
+# A NUL byte among the first bytes shows that a file is binary; such a file is not read to the end.
 _SNIFFED_BYTES = 65_536
 _JSONL = ".jsonl"
 _REASONS = ("binary", "unreadable", "empty", "malformed", "duplicate")
 
 
 def check_unit(unit: str) -> None:
-    """Refuse a unit that is no file, record, folder or "field:NAME"."""
+    """Raise ValueError unless unit is "file", "record", "folder" or "field:NAME"."""
     if not (unit.startswith(_FIELD) and unit != _FIELD):
         _validate.one_of(unit=(unit, (*UNITS, f"{_FIELD}NAME")))
 
@@ -54,12 +53,12 @@ def has_several_documents(unit: str) -> bool:
 
 
 def noun_of(unit: str, name: str | None = None) -> str:
-    """What a unit is called: its name, or "file", or "patient" for "field:patient"."""
+    """Return the name of a unit: `name`, or else "file", or "patient" for "field:patient"."""
     return name or unit.removeprefix(_FIELD)
 
 
 def default_data_dir() -> Path:
-    """The folder of Python's standard library, whose ``*.py`` files exist on every machine."""
+    """Return the folder of Python's standard library, whose files exist on every machine."""
     return Path(sysconfig.get_path("stdlib"))
 
 
@@ -68,19 +67,19 @@ class ByteDocuments(Sequence[bytes]):
     """Documents, in the order of their paths, and the privacy unit of each.
 
     Guarantees:
-        Where each document is a unit, none occurs twice. Documents that differ in one byte (such
-        as in a licence header) are different units, however similar they are. Where units have
-        several documents, which of them there are does not depend on other units.
+        If each document is a unit, no document occurs twice. Documents that differ in one byte
+        (such as in a licence header) are different units, however similar they are. If units have
+        several documents, the documents of a unit do not depend on other units.
     """
 
-    # path of each document relative to the folder, with forward slashes; that of a record ends in
-    # a colon and the number of its line
+    # path of each document relative to the folder, with forward slashes; a record's path ends in a
+    # colon and the number of its line
     paths: tuple[str, ...]
-    contents: tuple[bytes, ...]  # its bytes, never empty and no two of one unit equal
+    contents: tuple[bytes, ...]  # the bytes of each document, not empty, distinct within a unit
     # numbers of files, records or folders left out: "binary" (with a NUL byte), "unreadable",
-    # "empty", "malformed" (lines of JSONL files that are no object with a text, or name no unit)
-    # and "duplicate" (an earlier one, with units of several documents of the same unit, has the
-    # same bytes)
+    # "empty", "malformed" (a line of a JSONL file that is not an object with a text, or names no
+    # unit) and "duplicate" (the same bytes as an earlier document, of the same unit if units have
+    # several documents)
     skipped: Mapping[str, int] = field(default_factory=dict)
     unit: str = "file"  # "file", "record", "folder" or "field:NAME"
     # the unit of each document; None where each document is a unit
@@ -100,15 +99,14 @@ class ByteDocuments(Sequence[bytes]):
     ) -> "ByteDocuments":
         """Read a file, or the files of a folder and its subfolders.
 
-        `field` is the key of a record's text. `label_field` is that of its label: a document then
-        is the label, a NUL byte and the text, and records with none of `labels` are malformed. Of
-        a folder, skips hidden files and folders, `__pycache__`, `site-packages` and
-        `dist-packages`, and does not follow links to folders.
-        With unit "file" or "folder" a file is a document (of a .jsonl file, the texts of its
-        records); with "record" or "field:NAME" each line of a JSONL file is one, and of a folder
-        only .jsonl files are read unless `suffixes` says otherwise. A file outside of folders is a
-        unit itself. Raises PrivateRefusal where nothing is usable, or the documents exceed
-        max_total_bytes.
+        `field` is the key of a record's text. `label_field` is the key of its label: a document is
+        then the label, a NUL byte and the text, and a record with a label that is not in `labels`
+        is malformed. Hidden files and folders, `__pycache__`, `site-packages` and `dist-packages`
+        are skipped, and links to folders are not followed.
+        With unit "file" or "folder" a document is a file (of a .jsonl file, the texts of its
+        records). With "record" or "field:NAME" a document is a line of a JSONL file, and only
+        .jsonl files are read, unless `suffixes` is passed. A file outside of folders is a unit.
+        Raises PrivateRefusal if no document is usable, or the documents exceed max_total_bytes.
         """
         root = Path(path)
         _validate.positive_int(max_total_bytes=max_total_bytes)
@@ -169,23 +167,22 @@ class ByteDocuments(Sequence[bytes]):
         return len(self) if self.owners is None else len(set(self.owners))
 
     def documents_at_once(self, examples_per_unit: int | None) -> int:
-        """The number of documents of a step that samples every unit, given the most of each."""
+        """Return the number of documents of a step that samples every unit."""
         if self.owners is None or examples_per_unit is None:
             return len(self)
         return sum(min(count, examples_per_unit) for count in Counter(self.owners).values())
 
     @property
     def left_out(self) -> str:
-        """Numbers of files, records or folders left out, by reason; empty after `split`."""
+        """Numbers of files, records and folders left out, for each reason; empty after `split`."""
         return ", ".join(f"{number} {kind}" for kind, number in self.skipped.items() if number)
 
     def split(self, held_out: float = HELD_OUT) -> tuple["ByteDocuments", "ByteDocuments"]:
-        """The pair (train, held_out), by an expected fraction of held-out units; 0 for none.
+        """Return (train, held_out); `held_out` is the expected fraction of held-out units.
 
         Guarantees:
-            The split of a file depends on its path alone, that of a record on its text alone, that
-            of a unit of several documents on its name alone: adding or removing another unit does
-            not move it.
+            Whether a unit is held out depends only on a file's path, a record's text, or the name
+            of a unit of several documents: adding or removing another unit does not change it.
         """
         parts: tuple[list[int], ...] = ([], [])
         for index in range(len(self)):
@@ -194,8 +191,8 @@ class ByteDocuments(Sequence[bytes]):
         if not train or (held_out and not kept):
             noun = noun_of(self.unit)
             raise PrivateRefusal(
-                f"eval_fraction={held_out:g}: it held out no {noun} to evaluate on, or left none "
-                "to train on, as happens where there are few: each is held out with this "
+                f"eval_fraction={held_out:g}: it held out no {noun} for evaluation, or left none "
+                "for training, as can happen with few units: each is held out with this "
                 "probability, by its name or text. Pass eval_fraction=0 to train without an "
                 "evaluation, eval_data with other documents, or another eval_fraction",
                 training=train.num_units,
@@ -204,7 +201,7 @@ class ByteDocuments(Sequence[bytes]):
         return train, kept
 
     def without(self, others: "ByteDocuments") -> "ByteDocuments":
-        """The documents that are not among the others and share no unit with them."""
+        """Return the documents that are not in `others` and share no unit with them."""
         known = set(others.contents)
         units = set(others.owners or ())
         return self._part(
@@ -236,13 +233,13 @@ def _are_records(unit: str) -> bool:
 
 
 def _uniform(key: bytes) -> float:
-    """A pseudorandom number in [0, 1) that depends on the key alone."""
+    """Return a pseudorandom number in [0, 1) that depends on the key alone."""
     digest = blake2b(key, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
 def _file_names(root: Path, suffixes: Collection[str] | None) -> tuple[list[str], int]:
-    """Sorted relative paths of the files, and the number of folders that could not be listed."""
+    """Return the files' sorted relative paths, and the number of folders that cannot be listed."""
     if not root.exists():
         raise FileNotFoundError(f"{root}: no such file or folder; check the path")
     if not root.is_dir():
@@ -277,7 +274,8 @@ class _Reader:
         self.label_field = label_field
         self.labels = labels
         self.max_total_bytes = max_total_bytes
-        # (unit, content): of a unit of one document the name is left out, so equal ones are one.
+        # (unit, content) -> path. The unit is "" if each document is a unit, so that equal
+        # documents are kept once.
         self.documents: dict[tuple[str, bytes], str] = {}
         self.total_bytes = 0
         self.skipped = dict.fromkeys(_REASONS, 0)
@@ -294,7 +292,7 @@ class _Reader:
             with path.open("rb") as file:
                 content = file.read(_SNIFFED_BYTES)
                 if b"\0" not in content:
-                    # One byte above the limit suffices to detect that it is exceeded.
+                    # One byte above the limit suffices to detect a file that exceeds the limit.
                     content += file.read(self.max_total_bytes + 1)
         except OSError:
             self.skipped["unreadable"] += 1
@@ -305,7 +303,6 @@ class _Reader:
             self._add(name, content, self._folder_of(name))
 
     def _folder_of(self, name: str) -> str:
-        """The unit of a file: its first folder, or itself outside of folders."""
         return name.split("/")[0] if self.unit == "folder" else ""
 
     def _read_records(self, name: str) -> None:
@@ -331,7 +328,7 @@ class _Reader:
             self._add(name, b"\n".join(texts), self._folder_of(name))
 
     def _record(self, line: bytes) -> tuple[bytes, str] | None:
-        """(text, unit) of a record: what the unit's field has; None of another line."""
+        """Return (text, unit) of a line; None if it is not a record with a text and a unit."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
@@ -362,7 +359,7 @@ class _Reader:
         if self.total_bytes > self.max_total_bytes:
             raise PrivateRefusal(
                 f"max_total_bytes={self.max_total_bytes}: exceeded by the documents of "
-                f"{self.root}; raise it, or pass a smaller folder or fewer suffixes",
+                f"{self.root}; pass a larger number, a smaller folder or fewer suffixes",
                 place=name,
             ) from None
 
@@ -370,10 +367,10 @@ class _Reader:
 class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
     """One window of seq_len tokens of each document; its random start changes with every step.
 
-    A window's start is a pure function of (key, step, index), so a resumed run sees the same
-    windows as an uninterrupted one. DataLoader worker processes hold copies that `set_step` does
-    not reach; load in the main process (``num_workers=0``), or use `window`. Each document, see
-    `Tokens`, is one privacy unit; the key has 16 to 64 bytes.
+    A window's start is a pure function of (key, step, index), so a resumed run trains on the same
+    windows as an uninterrupted run. DataLoader worker processes have copies that `set_step` does
+    not change; load in the main process (``num_workers=0``), or use `window`. Each document, see
+    `Tokens`, is one privacy unit. The key has 16 to 64 bytes.
 
     Guarantees:
         Item i comes from document i alone.
@@ -404,7 +401,7 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
         return len(self.documents)
 
     def set_step(self, step: int) -> None:
-        """Use the starts of this step, from 0 to 2^64 - 1, in the following items."""
+        """Set the step, from 0 to 2^64 - 1, which determines the windows' starts from now on."""
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**64:
             raise ValueError(
                 f"step={step!r}: expected an integer from 0 to 2^64 - 1; count from 0"
@@ -412,21 +409,21 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
         self.step = step
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """The window of document `index` at the step last set; see `window`."""
+        """Return the window of document `index` at the step that was set last; see `window`."""
         return self.window(index, self.step)
 
     def window(self, index: int, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets `[seq_len]`, int64, of a window of one document.
+        """Return inputs and targets `[seq_len]`, int64, of a window of one document.
 
-        Targets are the tokens after each input. Short documents are padded with `padding`, and
-        their targets with -100.
+        The target of an input is the next token. Inputs of short documents are padded with
+        `padding`, targets with -100.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"index={index}: expected 0..{len(self) - 1}")
         return _window(self.documents[index], self._start(index, step), self.seq_len, self.padding)
 
     def tokens(self, index: int, step: int) -> Tensor:
-        """At most seq_len + 1 tokens of one document, without padding; see `window`."""
+        """Return at most seq_len + 1 tokens of one document, without padding; see `window`."""
         start = self._start(index, step)
         return _tokens(self.documents[index], start, start + self.seq_len + 1)
 
@@ -440,11 +437,11 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
 class LabelledTexts(TrainWindows):
     """The first seq_len tokens of each text, and the number of its label.
 
-    Documents are arrays of the label's number and then the text's tokens; padding is negative.
+    A document is an array of the label's number and the text's tokens. Padding is negative.
     """
 
     def window(self, index: int, step: int = 0) -> tuple[Tensor, Tensor]:
-        """Inputs `[seq_len]` and the label's number `[]`, int64."""
+        """Return inputs `[seq_len]` and the label's number `[]`, int64."""
         label, *_ = found = _tokens(self.documents[index], 0, self.seq_len + 1)
         inputs = torch.full((self.seq_len,), self.padding)
         inputs[: len(found) - 1] = found[1:]
@@ -452,7 +449,7 @@ class LabelledTexts(TrainWindows):
 
 
 def num_targets(document: Tokens) -> int:
-    """The number of tokens of a document that a model predicts."""
+    """Return the number of tokens of a document that a model predicts."""
     return len(document) if isinstance(document, bytes) else max(0, len(document) - 1)
 
 
@@ -464,10 +461,10 @@ def held_out_batches(
     batch_size: int = 8,
     padding: int = DOCUMENT_START,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets `[windows, seq_len]` for evaluation, the same in every call.
+    """Yield inputs and targets `[windows, seq_len]` for evaluation, the same in every call.
 
     The first windows of all documents come first, then their second windows, and so on, so that a
-    small max_windows (None for all) still covers many documents.
+    small max_windows still covers many documents. None for all windows.
     """
     _validate.positive_int(seq_len=seq_len, batch_size=batch_size)
     _validate.optional(_validate.positive_int, max_windows=max_windows)
@@ -485,7 +482,7 @@ def labelled_batches(
     batch_size: int = 8,
     padding: int = -1,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs `[texts, seq_len]` and labels `[texts]` for evaluation, as `held_out_batches`."""
+    """Yield inputs `[texts, seq_len]` and labels `[texts]` for evaluation."""
     texts = LabelledTexts(documents, seq_len, key=bytes(16), padding=padding)
     windows = (texts.window(index) for index in range(len(texts))[:max_windows])
     while batch := list(islice(windows, batch_size)):
@@ -496,7 +493,6 @@ def labelled_batches(
 def _windows_in_rounds(
     documents: Sequence[Tokens], seq_len: int, padding: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The first window of every document, then the second windows, and so on."""
     start = 0
     while documents := [document for document in documents if start < num_targets(document)]:
         for document in documents:
@@ -515,7 +511,7 @@ def _window(document: Tokens, start: int, seq_len: int, padding: int) -> tuple[T
 
 
 def _tokens(document: Tokens, start: int, stop: int) -> Tensor:
-    """The tokens start..stop-1; those of bytes are `DOCUMENT_START` and then each byte."""
+    """Return the tokens start..stop-1; for bytes these are `DOCUMENT_START`, then the bytes."""
     if not isinstance(document, bytes):
         return torch.from_numpy(document[start:stop].astype(np.int64))
     values = np.frombuffer(document[max(start - 1, 0) : stop - 1], dtype=np.uint8)

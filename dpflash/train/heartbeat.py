@@ -1,4 +1,4 @@
-"""Heartbeat: notices a rank that is stopped, hangs or is cut off, while others wait for it."""
+"""Heartbeat: detects a rank that is stopped, hangs or is cut off while other ranks wait for it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 _SECONDS = 1.0  # between two counts
-_ENDED = "ended"  # the count of a rank that has done its work, or raised an error
+_ENDED = "ended"  # written in place of a count by a rank that has finished or raised an error
 
 
 class Heartbeat:
-    """A thread that writes a count to the job's store each second, and reads the next rank's.
+    """A thread that writes a count to the job's store each second and reads the next rank's count.
 
-    Without it a rank that waits in an exchange learns of a silent one when the timeout of the
-    exchange ends, which must be longer than the longest step. A rank that works counts on, however
-    long its step takes, unless one call holds Python's lock for as long as the timeout. A second
-    thread watches the first, which waits as long as the store does.
+    Without a heartbeat, a rank that waits in a collective notices a silent rank only after the
+    collective's timeout, which must be longer than the longest step. A working rank counts on
+    however long its step takes, unless a single call holds Python's lock (GIL) longer than the
+    timeout. A second thread watches the first, which blocks if the store does not answer.
 
     Args:
-        store: of the job; the thread has a connection of its own.
+        store: the job's store; the thread opens its own connection.
         rank: this rank.
         world_size: number of ranks.
-        timeout: seconds without a new count after which the next rank is lost.
-        on_loss: called once, in a thread, with a text that says what was lost.
+        timeout: seconds without a new count after which the next rank counts as lost.
+        on_loss: called once, in a thread, with a message that says what was lost.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Heartbeat:
         self._rank, self._next = rank, (rank + 1) % world_size
         self._timeout, self._on_loss = timeout, on_loss
         self._ended = threading.Event()
-        # When the store answered last, and when the next rank's count was new.
+        # When the store last answered, and when the next rank's count last changed.
         self._answered = self._counted = time.monotonic()
         self._threads = [
             threading.Thread(target=work, name="dpflash-heartbeat", daemon=True)
@@ -50,10 +50,10 @@ class Heartbeat:
             thread.start()
 
     def stop(self) -> None:
-        """End the threads; the rank before this one no longer expects its counts."""
+        """End the threads; the previous rank no longer expects counts from this rank."""
         self._ended.set()
         for thread in self._threads:
-            thread.join(_SECONDS)  # not longer: the store may be gone
+            thread.join(_SECONDS)  # with a limit, since the store may be gone
 
     def _count(self) -> None:
         count, seen, key = 0, b"", str(self._next)
@@ -66,7 +66,7 @@ class Heartbeat:
                 if found != seen or found == _ENDED.encode():
                     seen, self._counted = found, self._answered
             self._store.set(str(self._rank), _ENDED)
-        except RuntimeError:  # of torch's store, which the other thread notices
+        except RuntimeError:  # torch's store failed; the other thread reports it
             return
 
     def _watch(self) -> None:
@@ -75,7 +75,7 @@ class Heartbeat:
             if now - self._answered > self._timeout:
                 self._on_loss(
                     f"no answer of the job's store for {self._timeout:g} seconds: the machine "
-                    "that began the job was stopped, or its network is cut"
+                    "that started the job was stopped, or its network is cut"
                 )
                 return
             if now - self._counted > self._timeout:

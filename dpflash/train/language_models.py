@@ -46,7 +46,7 @@ from .pretrained import (
     start_token,
 )
 
-# What a job's folder holds for release: a file of a new model, a folder of a pretrained one.
+# The model to release in a job's folder: a file for a new model, a folder for a pretrained model.
 WEIGHTS = "model.pt"
 PRETRAINED = "model"
 ARCHITECTURE = "config.json"
@@ -57,14 +57,14 @@ LanguageModel: TypeAlias = "ByteModel | PretrainedModel"
 
 
 def language_model(config: TrainingConfig) -> LanguageModel:
-    """The kind of model that a configuration names."""
+    """Return the kind of model that a configuration describes."""
     if config.labels is not None:
         return TextClassifier(config)
     return ByteModel(config) if config.model is None else PretrainedModel(config)
 
 
 class ByteModel:
-    """How a job reads documents, and builds, calls and writes a new `LongContextLM` on bytes."""
+    """Encodes documents as bytes, and builds, calls and writes a new `LongContextLM`."""
 
     token = "byte"
     vocabulary = VOCAB_SIZE
@@ -78,11 +78,11 @@ class ByteModel:
         self._config = config
 
     def encode(self, contents: Sequence[bytes]) -> Sequence[Tokens]:
-        """The tokens of each document: its bytes."""
+        """Return the tokens of each document, which are its bytes."""
         return contents
 
     def build(self) -> LongContextLM:
-        """The model before its first step; random weights come from torch's generator."""
+        """Build the model before its first step, with random weights from torch's generator."""
         config = self._config
         assert config.embed_dim and config.layers and config.heads
         return LongContextLM(
@@ -95,29 +95,29 @@ class ByteModel:
         )
 
     def losses(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of each document's window, `[B]`, in nats."""
+        """Return the mean loss of each document's window, `[B]`, in nats."""
         sample_losses: Tensor = model(inputs, targets)
         return sample_losses
 
     def packed_losses(self, model: nn.Module, batch: PackedBatch) -> Tensor:
-        """The mean loss of each packed document, `[max_documents]`, in nats."""
+        """Return the mean loss of each packed document, `[max_documents]`, in nats."""
         document_losses: Tensor = model(batch.input_ids, batch.targets, packed=batch)
         return document_losses
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """Logits `[B, T, V]` of inputs `[B, T]`."""
+        """Return logits `[B, T, V]` of inputs `[B, T]`."""
         logits: Tensor = model(inputs)
         return logits
 
     def save(self, model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write what may be released: the weights, and the architecture that they belong to."""
+        """Write what may be released: the weights and their architecture."""
         assert isinstance(model, LongContextLM)
         write_architecture(model, folder)
         write_atomically(folder / WEIGHTS, lambda path: torch.save(weights, path))
 
 
 class PretrainedModel:
-    """As `ByteModel`, a causal language model of transformers, all of it or LoRA adapters."""
+    """Like `ByteModel`, for a causal model of transformers; trains it or LoRA adapters."""
 
     token = "token"
     released = PRETRAINED
@@ -134,7 +134,7 @@ class PretrainedModel:
             raise ValueError(
                 f"model={config.model!r}: the folder holds LoRA adapters. Merge them into their "
                 "model first, by dpflash export RUN --out DIR or by merge_and_unload() and "
-                "save_pretrained(DIR), and pass model=DIR"
+                "save_pretrained(DIR), then pass model=DIR"
             )
         if config.lora_rank is not None:
             require_peft(f"lora_rank={config.lora_rank}")
@@ -154,9 +154,9 @@ class PretrainedModel:
         return load_model(self._folder, head=self._head)
 
     def build(self) -> nn.Module:
-        """The model as it is in its folder, with fresh adapters if there are to be some."""
+        """Return the model of the folder, with new adapters if config has lora_rank."""
         model = self._initial if self._initial is not None else self._load()
-        self._initial = None  # the next call builds another one
+        self._initial = None  # the next call loads another model
         rank = self._config.lora_rank
         if rank is not None:
             peft = require_peft(f"lora_rank={rank}")
@@ -167,7 +167,7 @@ class PretrainedModel:
         return model.train()
 
     def losses(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """See `ByteModel`; with a context this rank's part of them."""
+        """See `ByteModel`; if the model is context parallel, return this rank's part."""
         sample_losses = losses.cross_entropy(self.logits(model, inputs), targets)
         return _own_part(sample_losses, model, targets)
 
@@ -194,7 +194,7 @@ class PretrainedModel:
         target = folder / PRETRAINED
         target.mkdir(parents=True, exist_ok=True)
         with quiet(self._transformers):
-            # Not the weights by name: those of adapters have other names in files.
+            # `weights` is not used, since adapters' weights have other names in files.
             save: Any = model.save_pretrained
             options = {} if self._config.lora_rank is None else {"save_embedding_layers": False}
             save(target, **options)
@@ -203,9 +203,9 @@ class PretrainedModel:
 
 
 class TextClassifier(PretrainedModel):
-    """As `PretrainedModel`, a model that gives each text one of the labels of `config.labels`.
+    """Like `PretrainedModel` for a classifier of texts with the labels `config.labels`.
 
-    What `encode` returns is for `LabelledTexts`.
+    `encode` returns documents for `LabelledTexts`.
     """
 
     token = "text"
@@ -217,7 +217,7 @@ class TextClassifier(PretrainedModel):
         assert config.labels is not None
         self._labels = {label: number for number, label in enumerate(config.labels)}
         super().__init__(config)
-        # `build` loads it again, since the weights of a new head are random.
+        # `build` loads the model again, since a new head has random weights.
         self._initial = None
         self._pad = self._tokenizer.pad_token_id or 0
         self.padding = -1
@@ -238,18 +238,18 @@ class TextClassifier(PretrainedModel):
         return encode_labelled(self._tokenizer, contents, self.vocabulary, self._labels, longest)
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """Of inputs `[B, T]`, in which padding is negative, the logits `[B, C]`."""
+        """Return logits `[B, C]` of inputs `[B, T]`, in which padding is negative."""
         return classified(model, inputs, self._pad)
 
     def save(self, model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write the model, or its adapters and a config with the labels, and the tokenizer."""
+        """Write the model or its adapters, a config with the labels, and the tokenizer."""
         super().save(model, weights, folder)
         base: Any = model
         base.config.save_pretrained(folder / PRETRAINED)
 
 
 def classified(model: Any, inputs: Tensor, pad: int) -> Tensor:
-    """The logits `[B, C]` of a classifier for inputs `[B, T]`, in which padding is negative."""
+    """Return a classifier's logits `[B, C]` of inputs `[B, T]`, in which padding is negative."""
     is_token = inputs >= 0
     outputs = model(input_ids=inputs.masked_fill(~is_token, pad), attention_mask=is_token.long())
     logits: Tensor = outputs.logits
@@ -259,7 +259,7 @@ def classified(model: Any, inputs: Tensor, pad: int) -> Tensor:
 def _own_part(
     sample_losses: Tensor, model: nn.Module, targets: Tensor, units: Units | None = None
 ) -> Tensor:
-    """This rank's part of losses `[B]` of a model that may be context parallel."""
+    """Return this rank's part of losses `[B]`; all of them if not context parallel."""
     parallel: ContextParallel | None = getattr(model, "context_parallel", None)
     if parallel is None:
         return sample_losses
@@ -267,10 +267,10 @@ def _own_part(
 
 
 def encode_texts(tokenizer: Any, contents: Sequence[bytes], vocabulary: int) -> list[Tokens]:
-    """The tokens of each text, between a start and an end token if the tokenizer has such."""
+    """Return the tokens of each text, with the tokenizer's start and end tokens, if it has any."""
     start, end = start_token(tokenizer), tokenizer.eos_token_id
     texts = [content.decode(errors="replace") for content in contents]
-    # `verbose` would warn of texts that are longer than the model takes, which windows cut.
+    # `verbose` would warn about texts that are too long for the model; windows cut them.
     rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     first, last = ([] if token is None else [token] for token in (start, end))
     return _as_arrays(tokenizer, ([*first, *row, *last] for row in rows), vocabulary)
@@ -283,7 +283,7 @@ def encode_labelled(
     labels: Mapping[str, int],
     max_tokens: int | None,
 ) -> list[Tokens]:
-    """The number of each text's label, then its first tokens as the tokenizer makes them."""
+    """Return for each text the number of its label, followed by its first tokens."""
     found = [content.partition(b"\0") for content in contents]
     texts = [text.decode(errors="replace") for _, _, text in found]
     options = {"truncation": max_tokens is not None, "max_length": max_tokens}
@@ -299,8 +299,8 @@ def _as_arrays(tokenizer: Any, rows: Iterable[list[int]], vocabulary: int) -> li
         ids = np.array(row, dtype=np.int32)
         if len(ids) and ids.max() >= vocabulary:
             raise PrivateRefusal(
-                f"tokenizer={tokenizer.name_or_path!r}: makes a token that the model, which knows "
-                f"{vocabulary}, does not; pass the folder of the model's own tokenizer",
+                f"tokenizer={tokenizer.name_or_path!r}: it makes a token that the model, which "
+                f"knows {vocabulary}, does not; pass the folder of the model's own tokenizer",
                 token=int(ids.max()),
             ) from None
         documents.append(ids)
@@ -308,7 +308,7 @@ def _as_arrays(tokenizer: Any, rows: Iterable[list[int]], vocabulary: int) -> li
 
 
 def write_architecture(model: LongContextLM, folder: Path) -> None:
-    """Write config.json, from which `dpflash.load` builds the model."""
+    """Write config.json, which `dpflash.load` builds the model from."""
     content = {"format": FORMAT, "model": "LongContextLM", "tokens": "bytes"}
     text = json.dumps({**content, "architecture": model.architecture}, indent=2)
     folder.mkdir(parents=True, exist_ok=True)
@@ -316,7 +316,7 @@ def write_architecture(model: LongContextLM, folder: Path) -> None:
 
 
 def write_atomically(path: Path, write: Any) -> None:
-    """Write a file so that it is always the old one or the new one."""
+    """Write a file atomically: other processes see the old or the new content."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)

@@ -1,6 +1,6 @@
 """Starts and ends a distributed training job, from the environment that torchrun sets.
 
-Nothing here waits for other ranks before `Launch.connect`.
+Nothing waits for other ranks before `Launch.connect`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .heartbeat import Heartbeat
 from .ranks import Team
 
 _REQUIRED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Launchers that start several processes without torchrun's variables, and their number of them.
-# Slurm sets SLURM_NTASKS for a batch script too, which is one process.
+# Launcher without torchrun's variables -> the variable with its number of processes. Not
+# SLURM_NTASKS, since Slurm sets it for a batch script too, which is one process.
 _OTHERS = {
     "srun": "SLURM_STEP_NUM_TASKS",
     "mpirun (Open MPI)": "OMPI_COMM_WORLD_SIZE",
@@ -35,11 +35,11 @@ _OTHERS = {
 class Launch:
     """This process as a rank of its job. A context manager that destroys the process group."""
 
-    parallel: Parallelism = Parallelism()  # how the ranks share the job
+    parallel: Parallelism = Parallelism()  # how the ranks divide the job
     rank: int = 0  # global rank, from 0
     local_rank: int = 0  # rank on this machine, from 0
     world_size: int = 1  # number of ranks
-    # called where another rank gives no sign; without it the ranks send none
+    # called if another rank's heartbeat is missing; None for no heartbeats
     on_loss: Callable[[str], None] | None = None
     _heartbeats: list[Heartbeat] = field(default_factory=list, init=False, repr=False)
 
@@ -50,11 +50,11 @@ class Launch:
         environment: Mapping[str, str] = os.environ,
         on_loss: Callable[[str], None] | None = None,
     ) -> Launch:
-        """Read the variables that torchrun sets; a single process without them.
+        """Read the variables that torchrun sets; without them the job is a single process.
 
         Raises:
-            ValueError: variables that are missing or wrong, and several processes of another
-                launcher, each of which would train on its own.
+            ValueError: variables are missing or wrong; or another launcher started several
+                processes, each of which would train alone.
         """
         if "WORLD_SIZE" not in environment:
             _refuse_other_launchers(environment)
@@ -90,7 +90,7 @@ class Launch:
     def connect(self, config: TrainingConfig) -> Team:
         """Initialize the process group; all ranks call this together.
 
-        Raises RankError where another rank did not connect within the timeout.
+        Raises RankError if another rank did not connect within the timeout.
         """
         self.parallel.check(config)
         if config.device == "cuda" and not torch.cuda.is_available():
@@ -104,7 +104,7 @@ class Launch:
                     f"{torch.cuda.device_count()} device(s); start at most one rank per device"
                 )
             torch.cuda.set_device(self.local_rank)
-        # gloo besides NCCL, so that ranks can exchange CPU tensors.
+        # gloo in addition to NCCL, so that ranks can exchange CPU tensors.
         backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"
         timeout = timedelta(seconds=self.parallel.rank_timeout)
         try:
@@ -138,7 +138,7 @@ class Launch:
 
 
 def describe_loss(error: BaseException) -> str | None:
-    """The message of an error caused by a lost rank; None for other errors."""
+    """Return the message of an error caused by a lost rank; None for other errors."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     if isinstance(error, RankError):
         return str(error)
@@ -177,7 +177,6 @@ def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
 
 
 def _remedy(device: str, environment: Mapping[str, str] = os.environ) -> str:
-    """What to do where ranks do not find each other."""
     if environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return "torchrun restarted the ranks while one that died was still known: restart again"
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
@@ -200,7 +199,7 @@ def _number(
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise ValueError(
             f"{name}={text!r} in the environment: expected a whole number >= {least}, as torchrun "
-            "sets it; start the ranks by torchrun, or unset it"
+            "sets it; start the ranks by torchrun, or unset the variable"
         )
     if below is not None and int(text) >= below:
         raise ValueError(

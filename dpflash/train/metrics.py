@@ -23,14 +23,13 @@ def append_metrics(
 ) -> None:
     """Append the figures of a step to the file in a job's folder.
 
-    A line is a JSON object: ``step`` and ``epsilon`` (upper end, lost steps included; null without
-    noise, and between some steps for accountants that take long) at ``delta`` are covered by the
-    guarantee. Everything under ``private`` is computed from the sampled documents and is not:
-    ``loss`` (bits per token or byte; null if none was sampled) and ``tokens_per_second`` (without
-    padding).
+    Each line is a JSON object. The guarantee covers ``step``, ``epsilon`` and ``delta``. Epsilon
+    is the upper end and includes lost steps; it is null without noise, and for some steps of slow
+    accountants. The guarantee does not cover the values under ``private``, which are computed from
+    the sampled documents: ``loss`` (bits per token or byte; null if no document was sampled) and
+    ``tokens_per_second`` (without padding).
 
-    A resumed run appends: where steps were lost in a crash, a step has several lines, of which the
-    last one counts.
+    A resumed run appends lines. If steps were lost in a crash, the last line of a step counts.
     """
     public = {"step": step, "epsilon": finite(epsilon), "delta": delta}
     private = {"loss": finite(loss), "tokens_per_second": finite(tokens_per_second)}

@@ -1,4 +1,4 @@
-"""Packed documents of a training job: each is trained on whole, wherever it is packed."""
+"""Packed documents of a training job: each step trains on whole documents."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from ..packing import PackTo
 from .config import TrainingConfig
 from .data import TrainWindows
 
-# Documents of fewer tokens, on average, leave space in a microbatch.
+# Mean tokens of a document; shorter documents leave part of a microbatch empty.
 _TOKENS_OF_DOCUMENT = 64
 
 
 class WholeDocuments(TrainWindows):
-    """All tokens of each document; of one that is longer than seq_len + 1, a window of that many.
+    """All tokens of each document, or a window of seq_len + 1 tokens of a longer document.
 
-    Windows begin as those of `TrainWindows`.
+    A window's start is drawn as in `TrainWindows`.
     """
 
     def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
-        """The tokens of document `index` at the step last set, `[n]`, int64."""
+        """Return the tokens of document `index` at the step that was set last, `[n]`, int64."""
         return self.tokens(index, self.step)
 
 
 def pack_of(config: TrainingConfig, row_len: int) -> PackTo | None:
-    """How a job packs its documents into rows of `row_len` tokens; None where it does not."""
+    """Return the PackTo for rows of `row_len` tokens; None if the job does not pack."""
     if not config.pack:
         return None
     rows = config.physical_batch_size

@@ -15,14 +15,14 @@ from torch import nn
 ADAPTER = "adapter_config.json"
 CONFIG = "config.json"
 _BASE = "base_model_name_or_path"
-_ANY = 10**9  # more tokens mean any number, in tokenizers
+_ANY = 10**9  # a tokenizer's limit of at least this many tokens means no limit
 # The classes that load language models and classifiers of texts.
 CAUSAL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
-_HEADS = {"CAUSAL_LM": CAUSAL, "SEQ_CLS": CLASSIFIER}  # by PEFT's name of a task
+_HEADS = {"CAUSAL_LM": CAUSAL, "SEQ_CLS": CLASSIFIER}  # keys: PEFT's names of tasks
 
 
 def require_transformers(folder: str | Path) -> Any:
-    """The library transformers; refuses to go on without it."""
+    """Return the library transformers; raise ValueError if it is not installed."""
     try:
         import transformers
     except ImportError as error:
@@ -33,7 +33,7 @@ def require_transformers(folder: str | Path) -> Any:
 
 
 def require_peft(cause: str) -> Any:
-    """The library peft; without it a ValueError begins with the cause."""
+    """Return the library peft; raise ValueError, which begins with `cause`, if not installed."""
     try:
         import peft
     except ImportError as error:
@@ -44,21 +44,21 @@ def require_peft(cause: str) -> Any:
 def load_model(
     folder: str | Path, *, head: str | None = None, merge: bool = False, **options: Any
 ) -> nn.Module:
-    """The model of a folder, in float32 and eval mode.
+    """Load the model of a folder, in float32 and eval mode.
 
     Args:
-        folder: has a model as `save_pretrained` writes it, or LoRA adapters, whose base model is
-            where it was when they were trained.
-        head: the class of transformers that loads it; None for `head_of`.
-        merge: add adapters to the weights of the model.
-        options: of `from_pretrained`.
+        folder: a folder that `save_pretrained` wrote, with a model or with LoRA adapters, whose
+            base model must still be in the folder that it had in their training.
+        head: the class of transformers that loads the model; None for `head_of(folder)`.
+        merge: whether to add adapters to the weights of the model.
+        options: arguments of `from_pretrained`.
     """
     folder = _require_folder(folder, "model")
     transformers = require_transformers(folder)
     head = head or head_of(folder)
     if (folder / ADAPTER).is_file():
         peft = require_peft(f"model={str(folder)!r} holds LoRA adapters")
-        if (folder / CONFIG).is_file():  # of a classifier, with its labels
+        if (folder / CONFIG).is_file():  # a classifier's config has its labels
             options = {"config": transformers.AutoConfig.from_pretrained(folder), **options}
         base = load_model(adapted_folder(folder), head=head, **options)
         with quiet_peft():
@@ -73,7 +73,7 @@ def load_model(
 
 
 def head_of(folder: Path) -> str:
-    """The class of transformers that loads a model: `CAUSAL`, `CLASSIFIER`, or another."""
+    """Return the class of transformers that loads a model: `CAUSAL`, `CLASSIFIER` or another."""
     if (folder / ADAPTER).is_file():
         task = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("task_type")
         return _HEADS.get(task) or head_of(adapted_folder(folder))
@@ -92,7 +92,7 @@ def head_of(folder: Path) -> str:
 
 @torch.no_grad()
 def _require_causal(model: Any, folder: Path) -> None:
-    """Raise a ValueError where an output depends on a later token, as in encoders such as BERT."""
+    """Raise ValueError if an output depends on a later token, as in encoders such as BERT."""
     tokens = torch.arange(16).remainder(model.config.get_text_config().vocab_size)[None]
     changed = tokens.clone()
     changed[0, -1] = tokens[0, 0]
@@ -100,39 +100,39 @@ def _require_causal(model: Any, folder: Path) -> None:
     if not torch.allclose(one, other, rtol=1e-5, atol=1e-5 * float(one.abs().max())):
         raise ValueError(
             f"model={str(folder)!r}: {type(model).__name__} sees later tokens, as encoders do, "
-            "so it would be trained to copy what it is to predict. Pass the folder of a causal "
-            "language model, such as a GPT or Llama. An encoder is trained to classify texts: "
-            "pass label_field and labels, or use DPTrainer"
+            "so it would learn to copy the token that it must predict. Pass the folder of a "
+            "causal language model, such as a GPT or Llama. To train an encoder as a classifier "
+            "of texts, pass label_field and labels, or use DPTrainer"
         )
 
 
 def adapted_folder(folder: Path) -> Path:
-    """The folder of the model that the adapters in a folder belong to; it must be there still."""
+    """Return the folder of the adapters' base model; raise if it does not exist any more."""
     peft = require_peft(f"model={str(folder)!r} holds LoRA adapters")
     base = Path(peft.PeftConfig.from_pretrained(folder).base_model_name_or_path)
     if not base.is_dir():
         raise ValueError(
             f"model={str(folder)!r}: the adapters belong to the model in {str(base)!r}, which is "
-            f"not there; put it back, or set {_BASE!r} in {folder / ADAPTER}"
+            f"not there; restore that folder, or set {_BASE!r} in {folder / ADAPTER}"
         )
     return base
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer of a folder."""
+    """Load the tokenizer of a folder."""
     folder = _require_folder(folder, "tokenizer")
     return _from_pretrained(require_transformers(folder).AutoTokenizer, folder, "tokenizer")
 
 
 def max_tokens_of(model: Any, tokenizer: Any) -> int | None:
-    """The most tokens of a text that a model and its tokenizer take; None for any."""
+    """Return the largest number of tokens that model and tokenizer support; None for no limit."""
     positions = getattr(model.config, "max_position_embeddings", None)
     given = [n for n in (positions, tokenizer.model_max_length) if n is not None and n < _ANY]
     return min(given, default=None)
 
 
 def start_token(tokenizer: Any) -> int | None:
-    """The token that texts start with; None if the tokenizer has no token for that."""
+    """Return the token that texts start with; None if the tokenizer has no such token."""
     for name in ("bos_token_id", "eos_token_id", "cls_token_id"):
         found: int | None = getattr(tokenizer, name, None)
         if found is not None:
@@ -142,7 +142,7 @@ def start_token(tokenizer: Any) -> int | None:
 
 @contextmanager
 def quiet(transformers: Any) -> Iterator[None]:
-    """No progress bars and reports of transformers, which would stand between a command's own."""
+    """Suppress transformers' progress bars and reports, so that only the command prints."""
     logging = transformers.utils.logging
     was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
@@ -157,7 +157,7 @@ def quiet(transformers: Any) -> Iterator[None]:
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """No warning of an attribute that peft asks for and transformers will rename."""
+    """Suppress the warning that peft reads an attribute which transformers will rename."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

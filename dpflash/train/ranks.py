@@ -21,7 +21,7 @@ from .config import Parallelism
 
 
 class Team:
-    """This rank, which writes files and prints if it `is_first`, and the others of its job."""
+    """This rank of a job and its communication with the others; the first one writes files."""
 
     def __init__(self, parallel: Parallelism, mesh: DeviceMesh | None = None) -> None:
         self.parallel = parallel
@@ -30,7 +30,7 @@ class Team:
         self.is_first = self.ranks.is_first
 
     def as_dict(self) -> dict[str, object]:
-        """How the ranks share the job, as plain values."""
+        """Return how the ranks divide the job, as plain values."""
         parallel = self.parallel
         return {
             "data": self.ranks.data_size,
@@ -50,7 +50,7 @@ class Team:
         )
 
     def shard_parameters(self, model: nn.Module) -> nn.Module:
-        """Shard the parameters of a `LongContextLM`, if the job is configured so."""
+        """Shard the parameters of a `LongContextLM`, if the job has shard_parameters=True."""
         if self.mesh is not None and self.parallel.shard_parameters:
             assert isinstance(model, LongContextLM)
             from torch.distributed.fsdp import fully_shard  # slow to load
@@ -61,7 +61,7 @@ class Team:
         return model
 
     def own_tokens(self, x: Tensor) -> Tensor:
-        """This rank's tokens `[B, T_p]` of x `[B, T]`."""
+        """Return this rank's tokens `[B, T_p]` of x `[B, T]`."""
         context = self.ranks.context
         if context is None:
             return x
@@ -69,13 +69,13 @@ class Team:
         return x[:, layout.positions(collectives.rank_in(context), x.device)]
 
     def own_packed(self, batch: PackedBatch) -> PackedBatch:
-        """This rank's tokens of each packed row."""
+        """Return this rank's tokens of each packed row."""
         if self.mesh is None or self.ranks.context is None:
             return batch
         return ContextParallel.of(self.mesh).shard(batch)
 
     def own_documents(self, x: Tensor) -> Tensor:
-        """This rank's part of the rows of x; it may be empty."""
+        """Return this rank's part of the rows of x, which may be empty."""
         return x[self.ranks.data_rank :: self.ranks.data_size]
 
     @property
@@ -84,11 +84,11 @@ class Team:
         return collectives.rank_in(self.ranks.context) == 0
 
     def total(self, values: Sequence[float], operation: str) -> list[float]:
-        """Each value summed over the ranks."""
+        """Return each value summed over the ranks."""
         return self._reduced(values, operation, dist.ReduceOp.SUM)
 
     def greatest(self, value: float, operation: str) -> float:
-        """The maximum of a value over the ranks."""
+        """Return the maximum of a value over the ranks."""
         return self._reduced([value], operation, dist.ReduceOp.MAX)[0]
 
     def _reduced(
@@ -114,7 +114,7 @@ class Team:
         collectives.all_reduce_all_(gradients, everyone)
 
     def whole_state(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """The model's state_dict with unsharded tensors; all ranks call this together."""
+        """Return the model's state_dict with unsharded tensors; all ranks call this together."""
         state: dict[str, Tensor] = model.state_dict()
         named = dict(model.named_parameters(remove_duplicate=False))
         # A parameter with two names is gathered and written once.

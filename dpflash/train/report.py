@@ -70,10 +70,9 @@ def _unit_in_words(config: TrainingConfig, unit: str) -> str:
 
 
 def make_report(job: TrainingRun, engine: PrivacyEngine) -> dict[str, Any]:
-    """The report of a job as plain values; numbers that are not finite become None.
+    """Return the report of a job as plain values; numbers that are not finite become None.
 
-    "ranks" describes how the job is shared now; before a --resume it may have been shared
-    differently.
+    "ranks" describes how the ranks divide the job now, which a --resume may have changed.
     """
     config, state, token = job.config, job.state, job.token
     epsilon = engine.get_epsilon(config.delta, interval=True)
@@ -174,7 +173,7 @@ def _notes(job: TrainingRun) -> list[str]:
 
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
-    """Write report.json, and the plot if matplotlib is installed; they hold private losses."""
+    """Write report.json, and the plot if matplotlib is installed; both contain private losses."""
     with replaced(folder / REPORT) as file:
         file.write(f"{json.dumps(report, indent=2, allow_nan=False)}\n".encode())
     try:
@@ -238,7 +237,7 @@ def _draw(figure: Any, report: dict[str, Any]) -> None:
 
 
 def noun_in(report: Mapping[str, Any]) -> str:
-    """What a unit of a report's run is called."""
+    """Return the name of a privacy unit in a report."""
     own: str | None = report.get("unit_name")  # reports of earlier versions have none
     return own or noun_of(report["config"]["unit"], report["config"].get("unit_name"))
 
@@ -259,12 +258,12 @@ def _title(report: dict[str, Any]) -> str:
 
 
 def num_trained(model: torch.nn.Module) -> int:
-    """The number of parameters that are trained."""
+    """Return the number of trained parameters."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def peak_memory_mb(device: str) -> float:
-    """Peak memory so far in MiB: of the GPU, or of this process (NaN on Windows)."""
+    """Return the peak memory so far in MiB, of the GPU or of this process (NaN on Windows)."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated() / 2**20
     try:

@@ -1,7 +1,7 @@
-"""Runs a training job: a private language model on documents, resumable.
+"""Runs a training job, which can be resumed: a private language model on documents.
 
 The engine handles privacy; this file adds evaluations, checkpoints, metrics and a non-private run
-for comparison. If several ranks share a job, all of them make the same calls.
+for comparison. If a job has several ranks, every rank makes the same calls.
 """
 
 from __future__ import annotations
@@ -55,23 +55,25 @@ LEDGER = "ledger.jsonl"
 # 0.95 instead of 0.999, so that the second moment adapts within a short run.
 _BETAS = (0.9, 0.95)
 _MAX_EPSILON_POINTS = 200
-# These compute epsilon within milliseconds, so that metrics have it at each step.
+# Accountants that compute epsilon within milliseconds, so that metrics contain it at each step.
 _FAST_ACCOUNTANTS = ("contour", "rdp")
 _EVALUATION_BATCH = 8
 
 
 class Interrupted(Exception):
-    """The job stopped because `should_stop` returned True; its checkpoint is written."""
+    """The job stopped because `should_stop` returned True; its checkpoint has been written."""
 
 
 class TrainingRun:
     """One job in one folder. Create it with `start` or `resume`, then call `run`.
 
-    `lost_steps` are releases of a process that died before its next checkpoint: epsilon counts
-    them, but they are not in the model. `ledger` is the file that counts the releases, which other
-    runs may share. `left_out` has the numbers of data files left out, by
-    reason, and `shortened` says why windows have fewer tokens than seq_len. `total_steps` is the
-    number of noisy steps that the job is to have.
+    Attributes:
+        lost_steps: number of releases of a process that died before its next checkpoint; epsilon
+            counts them, but they are not in the model.
+        ledger: the file that counts the releases; other runs may share it.
+        left_out: the numbers of data files left out, for each reason.
+        shortened: why windows have fewer tokens than seq_len.
+        total_steps: the planned number of noisy steps.
     """
 
     def __init__(
@@ -163,16 +165,16 @@ class TrainingRun:
         folder: str | os.PathLike[str],
         launch: Launch | None = None,
     ) -> TrainingRun:
-        """Create a new job, in a folder that all ranks share. Nothing is written before `run`.
+        """Create a new job in a folder that all ranks share. Nothing is written before `run`.
 
-        `launch` is this process as a rank of the job; None for a single process.
+        `launch` describes this process as a rank of the job; None for a single process.
         """
         folder = Path(folder)
         launch = launch or Launch()
         if holds_a_run(folder):
             raise ValueError(
                 f"out={str(folder)!r}: holds a run already, and its ledger must not be "
-                f"overwritten; continue it with --resume {folder}, or choose another folder"
+                f"overwritten; continue the run with --resume {folder}, or choose another folder"
             )
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"out={str(folder)!r}: is a file; choose another name")
@@ -213,7 +215,7 @@ class TrainingRun:
     ) -> TrainingRun:
         """Continue a folder's job from its last checkpoint, with any number of ranks.
 
-        `given` values of the config must be those of the job; only `data`, `eval_data` and
+        The values `given` for the config must equal the job's; only `data`, `eval_data` and
         `ledger` may differ, because files may have moved.
         """
         folder = Path(folder)
@@ -238,8 +240,8 @@ class TrainingRun:
             expected = before[name]
             if getattr(config, name) != expected:
                 raise ValueError(
-                    f"{name}={given[name]!r}: the run to resume has {name}={expected!r}; drop the "
-                    "option, or start a new run in another folder"
+                    f"{name}={given[name]!r}: the run to resume has {name}={expected!r}; leave "
+                    "the option out, or start a new run in another folder"
                 )
         corpus = Corpus.read(config)
         if corpus.digest != saved["data_digest"]:
@@ -255,15 +257,15 @@ class TrainingRun:
         if job.lost_steps:
             warn(
                 f"{job.lost_steps} step(s) were released after the last checkpoint and are lost; "
-                "epsilon still counts them, and they are repeated with fresh noise",
+                "epsilon counts them, and they are repeated with new noise",
             )
         return job
 
     def _fitting_length(self, documents: Sequence[Tokens]) -> int:
         """The length of windows: at most seq_len, the model's positions and the longest document.
 
-        With a declared dataset_size the documents' lengths are private, so it does not depend on
-        them.
+        With a declared dataset_size the documents' lengths are private, so the windows' length
+        does not depend on them.
         """
         config = self.config
         self.shortened = "the model takes no more"
@@ -276,15 +278,16 @@ class TrainingRun:
             return longest
         if longest < fitting:
             warn(
-                f"seq_len={config.seq_len}: each {config.document} is shorter, and the rest of a "
-                "window is padding, which takes as long; lower it if a length may be public",
+                f"seq_len={config.seq_len}: each {config.document} is shorter, so that part of "
+                "every window is padding, which costs time; lower seq_len if the length of the "
+                "longest may be public",
                 PrivateWarning,
             )
         return fitting
 
     @property
     def step(self) -> int:
-        """Number of noisy steps in the model."""
+        """The number of noisy steps in the model."""
         return self._optimizer.releases
 
     @property
@@ -303,18 +306,18 @@ class TrainingRun:
         return self._engine.remaining_steps() == 0
 
     def _refuse_spent_ledger(self) -> None:
-        """Refuse a new run whose steps, with those in a shared ledger, exceed max_epsilon."""
+        """Raise if a new run and the earlier runs of its ledger together exceed max_epsilon."""
         config, left = self.config, self._engine.remaining_steps()
         if config.ledger is None or left is None or left >= self.total_steps:
             return
         raise ValueError(
             f"max_epsilon={config.max_epsilon!r}: of the run's {self.total_steps} steps it allows "
-            f"{left}, since epsilon of what ledger={config.ledger!r} holds is {self.epsilon:.3f} "
-            "already; lower target_epsilon or steps, or raise noise_multiplier"
+            f"{left}, since ledger={config.ledger!r} already has epsilon {self.epsilon:.3f}; "
+            "lower target_epsilon or steps, or raise noise_multiplier"
         )
 
     def epsilon_alone(self) -> float:
-        """Epsilon of this run's releases without those of others in a shared ledger."""
+        """Return epsilon of this run's releases alone, without other runs of the ledger."""
 
         def read() -> bytes:
             ledger = Ledger(self.ledger)
@@ -325,8 +328,6 @@ class TrainingRun:
         return float(self._team.ranks.run_on_first("reading the ledger", read))
 
     def _own_releases(self) -> int:
-        """Number of releases of this run in the ledger, which rank 0 reads."""
-
         def read() -> bytes:
             lines = lines_of(Ledger(self.ledger), self._engine.ledger_run)
             return str(sum(line.steps for line in lines)).encode()
@@ -338,11 +339,11 @@ class TrainingRun:
     ) -> dict[str, Any]:
         """Run the rest of the job, and return the report, as in report.json.
 
-        `should_stop` is called after each step; True on one rank stops the job on all. Raises
-        `Interrupted` then, and RankError if another rank is lost.
+        `should_stop` is called after each step; if it returns True on one rank, all ranks stop and
+        raise `Interrupted`. Raises RankError if another rank is lost.
 
         Guarantees:
-            A stopped and resumed job has the same epsilon as an uninterrupted one, and with a seed
+            A stopped and resumed job has the same epsilon as an uninterrupted job, and with a seed
             the same parameters, bit for bit on the same machine with the same ranks. With other
             ranks and a seed the noise is the same, but sums are rounded in another order.
         """
@@ -416,9 +417,9 @@ class TrainingRun:
         return self._lm.losses(model, inputs, targets), targets
 
     def _physical_batch(self, batch: Any, figures: _Figures) -> None:
-        """Forward, clipped backward and optimizer call for one microbatch; updates the figures.
+        """Run forward, clipped backward and optimizer for one microbatch; update the figures.
 
-        Rows without a sampled document do not count.
+        Rows without a sampled document are not counted.
         """
         real = self._loader.is_real
         sample_losses, targets = self._losses(self.model, batch)
@@ -439,7 +440,7 @@ class TrainingRun:
         figures.bits += float(sample_losses.detach()[real].sum()) / math.log(2)
 
     def _entry(self, figures: _Figures) -> dict[str, Any]:
-        """The history entry of a step; its loss is None if no document was sampled."""
+        """Return the history entry of a step; its loss is None if no document was sampled."""
         state = self.state
         own = astuple(figures if self.is_first else replace(figures, seconds=0.0))
         total = self._team.total(own, "the figures of a step")
@@ -468,7 +469,7 @@ class TrainingRun:
         return self._team.own_tokens(x).to(self.config.device)
 
     def _train_baseline(self, should_stop: Callable[[], bool], progress: bool) -> None:
-        """Train without privacy: same initial weights, number of steps and batch size."""
+        """Train without privacy, with the same initial weights, number of steps and batch size."""
         config, state = self.config, self.state
         model = self._initial_model()
         optimizer = self._adam(model)
@@ -510,7 +511,7 @@ class TrainingRun:
         return self._team.total([bits], "the loss of the non-private run")[0]
 
     def _plain_batches(self, drawn: list[int], step: int) -> Iterator[Any]:
-        """The documents of a step of the non-private run in batches, as the private run has."""
+        """Yield the documents of a step of the non-private run in batches like private ones."""
         if self.pack is not None:
             documents = [self._windows.tokens(index, step) for index in drawn]
             for numbers in self.pack.microbatches([len(tokens) for tokens in documents]):
@@ -537,8 +538,8 @@ class TrainingRun:
             ):
                 inputs = self._own_tokens(team.own_documents(inputs))
                 targets = self._own_tokens(team.own_documents(targets))
-                # A rank without documents calls a model only where it may hold a shard of it:
-                # those of transformers take no empty batch.
+                # A rank without documents calls the model only if it may have a shard of it, since
+                # models of transformers do not accept an empty batch.
                 if not len(inputs) and not team.parallel.shard_parameters:
                     continue
                 logits = self._lm.logits(model, inputs)
@@ -553,7 +554,6 @@ class TrainingRun:
         return nats / total / math.log(2) if total else None
 
     def _initial_model(self) -> nn.Module:
-        """The model before its first step, context parallel if the job is."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.state.init_seed)
             model = self._lm.build()
@@ -561,8 +561,8 @@ class TrainingRun:
         return self._team.split_context(model)
 
     def _example(self) -> Any:
-        """A made-up batch, the same on all ranks, that is tried before the first documents."""
-        if self.config.optimize == "aggressive":  # It would be compiled for this shape too.
+        """Return the synthetic batch of `make_private(example=)`, the same on all ranks."""
+        if self.config.optimize == "aggressive":  # the model would be compiled for its shape too
             return None
         ranks = self._team.parallel.context_parallel
         tokens, vocabulary = min(self.window_len, ranks * synthetic.TOKENS), self._lm.vocabulary
@@ -628,10 +628,10 @@ def holds_a_run(folder: str | os.PathLike[str]) -> bool:
 
 
 def checkpoint_of(folder: str | os.PathLike[str]) -> Path | None:
-    """The checkpoint in a job's folder, a file or a folder; None if there is none.
+    """Return the checkpoint in a job's folder, a file or a folder; None if there is none.
 
-    Both exist if a process died after it wrote one and before it removed the other; then returns
-    the one with more steps.
+    If a process died after it wrote one and before it removed the other, both exist; then return
+    the checkpoint with more steps.
     """
     path, several = Path(folder) / CHECKPOINT, Path(folder) / CHECKPOINT_FOLDER
     found = [
@@ -648,7 +648,7 @@ def _remove_others(folder: Path, kept: str) -> None:
         replaced = folder / (name + _REPLACED)
         _delete(replaced)
         if name != kept and (folder / name).exists():
-            # A partly removed folder must not have the name of a checkpoint, so rename it first.
+            # Rename first: a folder that is removed in part must not look like a checkpoint.
             os.replace(folder / name, replaced)
             _delete(replaced)
 
@@ -661,7 +661,7 @@ def _delete(path: Path) -> None:
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> float:
-    """The cross-entropy over all targets of a batch together, in nats."""
+    """Return the cross-entropy summed over all targets of a batch, in nats."""
     return nn.functional.cross_entropy(
         logits.flatten(0, -2).float(),
         targets.flatten(),
