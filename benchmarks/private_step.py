@@ -2,7 +2,7 @@
 
 "private-step" compares dpflash with no privacy, Opacus and opake, for a transformer over bytes and
 for LoRA of a Llama. "optimize" measures each level of `make_private(optimize=...)` for a
-transformer of one block. If its batch is larger than a physical batch, it times one physical batch.
+transformer of one block; if a batch is larger than a physical batch, one physical batch is timed.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class _Sections:
         request: Request,
         scaling: str = "strong",
     ) -> Iterator[Row]:
-        """Yield rows of cases, which take turns on each number of ranks; tokens are of one rank."""
+        """Yield rows of cases, which take turns; in weak scaling their T is that of one rank."""
         tokens = cases[0].tokens
         given: dict[str, Any] = {"tokens_alone": tokens}
         given["effort"] = None if section == "memory" else request.calls
