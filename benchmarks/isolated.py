@@ -31,8 +31,7 @@ _NO_GUARD = (
 )
 
 _SECONDS_TO_START = 120.0
-# Exchanges time out so much later than the function, since the function's error names ranks.
-_SECONDS_BEHIND = 60.0
+_SECONDS_BEHIND = 60.0  # exchanges time out later than the function, whose error names ranks
 # A rank that lost another rank waits so long, so that the other rank's failure is reported.
 _SECONDS_FOR_OTHERS = 3.0
 # Messages of gloo's plain RuntimeError about a rank that is gone.
@@ -68,10 +67,9 @@ def run_isolated(
 ) -> Any:
     """Run ``function(**arguments)`` in a fresh process and return its result.
 
-    Function, arguments and result are pickled. Raises OutOfMemory beyond `memory_limit` (bytes of
-    private memory, Linux) and OutOfTime beyond `timeout` seconds. Exceptions of the function are
-    raised here, or Failed if they cannot be pickled or the process died. torch has the number of
-    threads of this process.
+    Arguments and result are pickled; torch has as many threads as here. Raises OutOfMemory beyond
+    `memory_limit` (bytes of private memory, Linux) and OutOfTime beyond `timeout` seconds. Also
+    raises the function's exception, or Failed if it cannot be pickled or the process died.
     """
     threads = torch.get_num_threads()
     for _, result in _results([(function, arguments)], threads, timeout, memory_limit):

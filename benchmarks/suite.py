@@ -94,8 +94,7 @@ class Comparison:
 
     measurements: Sequence[Measurement]
     baseline: str | None = None  # name of the measurement that speed-ups are relative to
-    # Comparisons of one curve grow in size. After a comparison that is too slow, the later ones
-    # are left out.
+    # Comparisons of one curve grow in size; those after a too slow comparison are left out.
     curve: str = ""
 
 

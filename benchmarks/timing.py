@@ -155,8 +155,7 @@ def time_steps(
 ) -> dict[str, list[_Trial]]:
     """Return what the stopwatch returns, such as seconds, for each trial of each call.
 
-    Calls take turns (A B C, B C A, ...), so that changes of the machine's speed affect all calls.
-
+    Calls take turns (A B C, B C A, ...), so that the machine's speed affects all of them equally.
     `before`, such as a barrier of several ranks, is called before each call and is not timed.
     """
     names = list(steps)
