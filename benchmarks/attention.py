@@ -139,8 +139,8 @@ def sparse_pattern(
     if width >= 1:
         return blocks(width)
     raise Unsupported(
-        f"a longer sequence: at T = {tokens:,} nothing leaves out {percent}% of the pairs and "
-        f"sees a block of {block} tokens beside the own one"
+        f"a longer sequence: at T = {tokens:,} no pattern leaves out {percent}% of the pairs and "
+        f"still has a block of {block} tokens beside its diagonal"
     )
 
 

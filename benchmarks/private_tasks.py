@@ -63,7 +63,7 @@ def make_task(*, model: str, heads: int, head_dim: int, layers: int = 1, **given
         return bytes_task(lambda: LongContextLM(*shape, **free), **given)
     assert model == "attention", model
     if layers != 1:
-        raise ValueError(f"layers={layers} of model='attention': it has one; take model='lm'")
+        raise ValueError(f"layers={layers}: model='attention' has one layer; pass model='lm'")
     return _attention_task(heads, heads * head_dim, **given)
 
 

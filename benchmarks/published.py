@@ -65,7 +65,7 @@ class Answer:
         if file.is_complete and not rows and not self.needs:
             raise ValueError(
                 f"{file.path}: no row of section {self.section!r} with {dict(self.where)}; run "
-                f"`dpflash bench {self.suite}` again, or mend the answer in {_FILE.name}"
+                f"`dpflash bench {self.suite}` again, or correct the answer in {_FILE.name}"
             )
         return rows
 

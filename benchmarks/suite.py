@@ -141,8 +141,8 @@ class Request:
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(
-                f"device={self.device!r}: expected 'auto', 'cpu' or 'cuda'; 'cuda' is any GPU "
-                "that torch knows, and CUDA_VISIBLE_DEVICES says which"
+                f"device={self.device!r}: expected 'auto', 'cpu' or 'cuda'; 'cuda' is the GPU "
+                "that torch finds first: choose it with CUDA_VISIBLE_DEVICES"
             )
         _validate.optional(_validate.positive_int, threads=self.threads)
         _validate.optional(_validate.positive, max_seconds=self.max_seconds)

@@ -1,7 +1,8 @@
 r"""Measures memory and time of training steps on very long sequences, plain and private.
 
 The model is a LongContextLM with LongNet's attention, activation checkpointing and a loss in
-chunks. A fresh process with one core makes two steps on one sample; the second one is timed.
+chunks. A fresh process with one core makes two steps on one sample; seconds are the processor time
+of the second step.
 
     python benchmarks/scripts/longest.py --json benchmarks/results/cpu-epyc/longest.json
 """
