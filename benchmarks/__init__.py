@@ -1,4 +1,4 @@
-"""Benchmarks of `dpflash bench`: one harness, and a file for each group of suites.
+"""The benchmarks of `dpflash bench`: one harness, and a file for each group of suites.
 
 `suite` runs a benchmark, `timing`, `memory` and `work` measure its calls, `isolated` starts
 processes, and `output`, `document` and `picture` write what was found. `suites` lists the

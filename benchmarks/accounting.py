@@ -1,7 +1,7 @@
 """The suite "accounting": dpflash's accountants beside Opacus' and Google's dp_accounting.
 
-An epsilon is right where it is not below a certified lower bound: the lower end of contour's
-interval (for contour itself, of pld's).
+An epsilon is correct if it is not below a certified lower bound: the lower end of contour's
+interval, or for contour itself that of pld's.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _ROUNDING = 1e-9
 
 
 def epsilon(provider: str, noise: float, steps: int) -> float:
-    """A provider's epsilon of equal steps."""
+    """Return a provider's epsilon of equal steps."""
     return float(build(provider, noise, steps).get_epsilon(DELTA))
 
 
 def lower_end(accountant: str, noise: float, steps: int) -> float:
-    """A certified lower bound of epsilon."""
+    """Return a certified lower bound of epsilon."""
     return float(build(accountant, noise, steps).get_epsilon(DELTA, interval=True).lower or 0.0)
 
 
 def build(provider: str, noise: float, steps: int) -> Any:
-    """A provider's accountant after these steps."""
+    """Return a provider's accountant after these steps."""
     accountant = _accountant(provider)()
     if not provider.startswith("google"):
         accountant.history = [(noise, RATE, steps)]
@@ -63,17 +63,17 @@ def _accountant(provider: str) -> Callable[[], Any]:
         from dp_accounting.rdp import RdpAccountant
     except ImportError:
         raise Unsupported(f"{package}: pip install {package}") from None
-    # It logs each order of RDP at which its series does not converge.
+    # dp_accounting logs each order of RDP at which its series does not converge.
     logging.getLogger("absl").setLevel(logging.ERROR)
     return PLDAccountant if provider == "google pld" else RdpAccountant
 
 
 def query(*, device: str, seed: int, provider: str, noise: float, steps: int) -> Subject:
-    """One epsilon of equal steps.
+    """Return the computation of epsilon of equal steps.
 
-    The accountant is a new one in each call, and the noise is shifted, so that no cache helps.
+    Each call has a new accountant and a slightly different noise multiplier, so no cache helps.
     """
-    judge = "pld" if provider == "contour" else "contour"  # never its own
+    judge = "pld" if provider == "contour" else "contour"  # no accountant judges itself
     value, truth = epsilon(provider, noise, steps), lower_end(judge, noise, steps)
     above = value / truth - 1 if truth else None
     calls = itertools.count(1)
@@ -86,9 +86,9 @@ def query(*, device: str, seed: int, provider: str, noise: float, steps: int) ->
 
 
 def _shortfall(value: float, truth: float) -> float:
-    """How far an epsilon is below the truth, over the truth.
+    """Return how far `value` is below `truth`, divided by `truth`.
 
-    Infinite where it is NaN, or infinite and the truth is not.
+    Infinite if `value` is NaN, or is infinite although `truth` is not.
     """
     if value == truth:
         return 0.0

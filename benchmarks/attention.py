@@ -1,4 +1,4 @@
-"""Subjects that measure attention, and the suite "attention": every pattern beside its peers.
+"""Subjects that measure attention, and the suite "attention": every pattern and its peers.
 
 Letters: B samples, H heads, T tokens, D head dim, E = H D model dim, R checked query rows.
 """
@@ -26,16 +26,16 @@ from .timing import Step
 from .work import Work, attention_flops
 
 DIRECTIONS = ("forward", "forward+backward")
-# q, k, v and o; then do, q, k, v, o and the gradients of q, k and v.
+# Forward: q, k, v and o. Backward: do, q, k, v, o and the gradients of q, k and v.
 _FORWARD_TENSORS, _BACKWARD_TENSORS = 4, 8
 _SPARSE_BLOCK = 128
-# LongNet's own segments, made for a million tokens.
+# The segments of LongNet's paper, chosen for a million tokens.
 _LENGTHS = (2048, 4096, 8192, 16384, 32768)
 LONGNET = partial(Dilated, segment_lengths=_LENGTHS, dilation_rates=(1, 2, 4, 6, 12))
 
 
 def operator_subject(case: Case, operator: str, direction: str, seed: int) -> Subject:
-    """One of `peers.OPERATORS`, with inputs drawn from the seed."""
+    """Return a call of one of `peers.OPERATORS`, with inputs drawn from the seed."""
     backward = goes_backward(direction)
     run, inputs = build_run(operator, case), case.inputs(seed, with_do=backward)
     q, k, v = inputs[:3]
@@ -68,7 +68,7 @@ def operator_subject(case: Case, operator: str, direction: str, seed: int) -> Su
 
 
 def goes_backward(direction: str) -> bool:
-    """Whether a direction, one of DIRECTIONS, has a backward."""
+    """Whether `direction`, one of DIRECTIONS, has a backward."""
     _validate.one_of(direction=(direction, DIRECTIONS))
     return direction == "forward+backward"
 
@@ -76,7 +76,7 @@ def goes_backward(direction: str) -> bool:
 def dilated_subject(
     *, segment_lengths: Sequence[int], dilation_rates: Sequence[int], causal: bool, **given: Any
 ) -> Subject:
-    """LongNet's attention of these segments."""
+    """Return a call of LongNet's attention with these segments and rates."""
     pattern = Dilated(
         segment_lengths=segment_lengths, dilation_rates=dilation_rates, causal=causal
     )
@@ -84,22 +84,22 @@ def dilated_subject(
 
 
 def pattern_subject(*, pattern: str, operator: str, causal: bool, **given: Any) -> Subject:
-    """A pattern of `build_pattern`."""
+    """Return a call of an operator with a pattern of `build_pattern`."""
     return case_subject(build_pattern(pattern, causal, given["tokens"]), operator, **given)
 
 
 def case_subject(
     pattern: patterns.Pattern, operator: str, *, direction: str, seed: int, **shape: Any
 ) -> Subject:
-    """An operator with a pattern; `shape` is the rest of a `Case`."""
+    """Return a call of an operator with a pattern; `shape` has the other fields of `Case`."""
     return operator_subject(Case(pattern, **shape), operator, direction, seed)
 
 
 def build_pattern(name: str, causal: bool, tokens: int) -> patterns.Pattern:
-    """A pattern by its name in the suite "attention".
+    """Return a pattern by its name in the suite "attention".
 
-    Below 4,096 tokens its windows, segments, documents and blocks are a quarter as long; those of
-    a long sequence would leave nothing out.
+    Below 4,096 tokens, windows, segments, documents and blocks are a quarter as long, since those
+    of a long sequence would leave out no pairs.
     """
     if name == "documents":
         part = 4 if tokens < 4096 else 1
@@ -112,7 +112,7 @@ def build_pattern(name: str, causal: bool, tokens: int) -> patterns.Pattern:
 def sparse_pattern(
     tokens: int, causal: bool, percent: int, drawn: bool, block: int = _SPARSE_BLOCK
 ) -> BlockSparse:
-    """The densest block pattern that leaves out at least `percent` of dense attention's pairs.
+    """Return the densest block pattern without at least `percent` of dense attention's pairs.
 
     It has random blocks and the diagonal if `drawn`, else a window and one global block.
     """
@@ -130,7 +130,7 @@ def sparse_pattern(
     def fits(tokens: int, width: int) -> bool:
         pairs, count = blocks(0 if drawn else width).edges(tokens), -(-tokens // block)
         if drawn:
-            # Random blocks differ from head to head: the most possible count.
+            # The number of distinct random blocks differs between heads: count the largest one.
             pairs += block**2 * sum(min(width, i if causal else count) for i in range(count))
         return 100 * pairs <= Dense(causal=causal).edges(tokens) * (100 - percent)
 
@@ -139,22 +139,22 @@ def sparse_pattern(
     if width >= 1:
         return blocks(width)
     raise Unsupported(
-        f"a longer sequence: at T = {tokens:,} nothing leaves out {percent}% of the pairs and "
-        f"sees a block of {block} tokens beside the own one"
+        f"a longer sequence: at T = {tokens:,} no pattern leaves out {percent}% of the pairs and "
+        f"still has a block of {block} tokens beside its diagonal"
     )
 
 
 def is_small(request: Request) -> bool:
-    """Whether sizes are small: in a quick run on a CPU. A quick run on a GPU has fewer trials."""
+    """Whether sizes are small, as in a quick run on a CPU; on a GPU it has only fewer trials."""
     return request.quick and request.where.type == "cpu"
 
 
 def shape(
     request: Request, direction: str, *size: int, head_dim: int = 64, causal: bool = False
 ) -> dict[str, Any]:
-    """The config of a row of T, B and H, but for its pattern.
+    """Return a row's config without its pattern; `size` is T, B and H.
 
-    float16 on a GPU; float32 on a CPU, which multiplies float16 slowly.
+    The dtype is float16 on a GPU, and float32 on a CPU, which multiplies float16 slowly.
     """
     tokens, batch, heads = size
     return {
@@ -194,7 +194,7 @@ def _plan(request: Request) -> Iterator[Comparison]:
         head_dims, reaches = (64,), (True,)
     sizes = [(tokens, max(1, batch_tokens // tokens)) for tokens in lengths]
     shapes = [*itertools.product(head_dims, _PEERS_OF, reaches, sizes)]
-    if not is_cuda:  # one sample and head, as in a small model or a first try
+    if not is_cuda:  # short sequences with one sample and head, as in a small model
         shapes += [(64, "dense", True, (tokens, 1)) for tokens in (1, 16, 128)]
     for (head_dim, pattern, causal, (tokens, batch)), direction in itertools.product(
         shapes, DIRECTIONS
@@ -202,7 +202,7 @@ def _plan(request: Request) -> Iterator[Comparison]:
         peers = [
             peer
             for peer in _PEERS_OF[pattern]
-            # FlexAttention compiles for half a minute in each case.
+            # FlexAttention takes half a minute to compile each case on a GPU.
             if not (peer == "flex" and quick and is_cuda) and (is_cuda or peer not in _ON_GPUS)
         ]
         size = tokens, batch, width // head_dim if tokens >= min(lengths) else 1

@@ -1,7 +1,7 @@
 """Attention problems, their definition in float64, and the check that every result must pass.
 
 The definition does not use the library's tile graphs. Letters: B samples, H heads, T tokens,
-D head dim, R checked query rows, n blocks, K kept blocks.
+D head dim, R checked query rows, n blocks of a sequence, K blocks that a block of queries sees.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from dpflash.patterns import (
 
 from .suite import Unsupported
 
-# The largest relative error that is allowed, in the worst of BANDS bands of rows.
+# The largest relative error that is allowed in any of BANDS bands of rows.
 TOLERANCES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 BANDS = 8
-# Every row is checked up to this T; of longer sequences, this many rows.
+# Sequences of up to CHECKED_TOKENS are checked in every row, longer ones in CHECKED_ROWS rows.
 CHECKED_TOKENS, CHECKED_ROWS = 1024, 64
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
-# How often key j counts for query i in head h, elementwise.
+# (head, query, key) to the number of times that the key counts for the query, elementwise.
 Multiplicity = Callable[[Any, Any, Any], Tensor]
 # The term added to a head's scores: (sample, head, rows, q, k) to [R, T].
 Bias = Callable[[int, int, Tensor, Tensor, Tensor], Tensor]
@@ -47,7 +47,7 @@ Bias = Callable[[int, int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One attention problem, the same for every implementation that is compared."""
+    """One attention problem, which all implementations under comparison solve."""
 
     pattern: Pattern
     tokens: int
@@ -59,17 +59,17 @@ class Case:
 
     @functools.cached_property
     def pairs(self) -> int:
-        """Pairs (query, key) of the pattern, over all samples and heads."""
+        """The number of pairs (query, key) of the pattern, over all samples and heads."""
         return self.batch * self.pattern.edges(self.tokens, self.heads)
 
     @property
     def bytes_of_a_tensor(self) -> int:
-        """Bytes of q, and of every other tensor of its shape."""
+        """The bytes of q, and of every other tensor of q's shape."""
         size = getattr(torch, self.dtype).itemsize
         return self.batch * self.heads * self.tokens * self.head_dim * int(size)
 
     def inputs(self, seed: int, *, with_do: bool = True) -> list[Tensor]:
-        """q, k, v, which require gradients, and do: contiguous, `[B, H, T, D]`."""
+        """Return q, k and v, which require gradients, and do; all contiguous `[B, H, T, D]`."""
         generator = torch.Generator(self.device).manual_seed(seed)
         shape = (self.batch, self.heads, self.tokens, self.head_dim)
         given: Any = {"dtype": getattr(torch, self.dtype), "device": self.device}
@@ -79,7 +79,7 @@ class Case:
         return [*leaves, *([torch.randn(shape, generator=generator, **given)] * with_do)]
 
     def checked_rows(self, seed: int = 0) -> Tensor:
-        """`[R]`: all rows of a short sequence; one row drawn from each R-th part of a long one."""
+        """Return all rows of a short sequence, or one random row of each of R parts, `[R]`."""
         if self.tokens <= CHECKED_TOKENS:
             return torch.arange(self.tokens)
         borders = [self.tokens * part // CHECKED_ROWS for part in range(CHECKED_ROWS + 1)]
@@ -90,7 +90,7 @@ class Case:
 def document_borders(
     tokens: int, seed: int = 0, *, shortest: int = 128, longest: int = 4096
 ) -> tuple[int, ...]:
-    """Borders of documents of log-uniform lengths; the last document is cut at `tokens`."""
+    """Return borders of documents of log-uniform lengths; the last one is cut at `tokens`."""
     generator, borders = random.Random(seed), [0]
     while borders[-1] < tokens:
         length = round(math.exp(generator.uniform(math.log(shortest), math.log(longest))))
@@ -99,9 +99,9 @@ def document_borders(
 
 
 def multiplicity(case: Case) -> tuple[Multiplicity, bool]:
-    """How often key j counts for query i in head h, and whether heads differ.
+    """Return the case's `Multiplicity`, and whether it differs between heads.
 
-    FlexAttention's masks are built from it too. Adaptive has none: it chooses from q and k.
+    FlexAttention's masks are built from it too. Adaptive has none, since it depends on q and k.
     """
     pattern, per_head = case.pattern, False
     seen: Multiplicity = _all_pairs
@@ -183,7 +183,7 @@ def _dilated(pattern: Dilated, case: Case) -> Multiplicity:
 def attend_rows(
     case: Case, bias: Bias, sample: int, head: int, rows: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    """`[R, D]`: attention of these query rows of a head, from its q, k and v `[T, D]`."""
+    """Return the attention output of the query rows, `[R, D]`, from a head's q, k, v `[T, D]`."""
     scores = case.head_dim**-0.5 * (q[rows] @ k.T) + bias(sample, head, rows, q, k)
     # A fully masked row has the output 0; its softmax would be NaN.
     masked = (scores == -math.inf).all(1, keepdim=True)
@@ -191,7 +191,7 @@ def attend_rows(
 
 
 def score_bias(case: Case, q: Tensor, k: Tensor) -> Bias:
-    """The pattern as a term of the scores: the log of how often a key counts."""
+    """Return the pattern as a term of the scores: the log of a key's multiplicity."""
     if isinstance(case.pattern, Adaptive):
         return _adaptive_bias(case, case.pattern, q, k)
     seen, _ = multiplicity(case)
@@ -204,7 +204,7 @@ def score_bias(case: Case, q: Tensor, k: Tensor) -> Bias:
 
 
 def _adaptive_bias(case: Case, pattern: Adaptive, q: Tensor, k: Tensor) -> Bias:
-    """The log of the gates as a function of q and k, for the blocks that the library chooses."""
+    """Return the log of the gates, a function of q and k, for the blocks that dpflash chooses."""
     size, n = pattern.block_size, -(-case.tokens // pattern.block_size)
     chosen = pattern.choose(q.detach(), k.detach(), case.head_dim**-0.5)[0].long()  # [B, H, n, K]
     keys = torch.arange(case.tokens, device=case.device)
@@ -227,10 +227,10 @@ def _adaptive_bias(case: Case, pattern: Adaptive, q: Tensor, k: Tensor) -> Bias:
 def check(
     case: Case, run: Run, inputs: Sequence[Tensor], *, with_grads: bool, seed: int = 0
 ) -> dict[str, float]:
-    """The relative error of o and, with gradients, of dq, dk and dv, beside the definition.
+    """Return the relative errors of o and, with gradients, of dq, dk and dv to the definition.
 
-    o is compared at rows drawn from the seed. do is 0 in all other rows, so that the gradients
-    are exact for every query and key. The error is infinite where any entry is not finite.
+    o is compared at rows drawn from the seed. do is 0 in all other rows, so that the gradients of
+    every query and key can be compared. An error is infinite if any entry is not finite.
     """
     q, k, v = inputs[:3]
     rows = case.checked_rows(seed).to(case.device)
@@ -257,15 +257,15 @@ def check(
 
 
 def not_finite(x: Tensor) -> float:
-    """0 where every entry is finite, else infinity."""
+    """Return 0 if every entry is finite, else infinity."""
     return 0.0 if bool(x.isfinite().all()) else math.inf
 
 
 def band_error(x: Tensor, expected: Tensor) -> float:
-    """``|x - expected| / |expected|`` in the worst of BANDS bands of rows.
+    """Return the largest ``|x - expected| / |expected|`` of BANDS bands of rows.
 
-    The late rows of a long sequence are small and would vanish beside the early ones. A band's
-    norm counts as at least a hundredth of the mean band's.
+    Late rows of a long sequence are small: in an error over all rows, early rows would hide them.
+    The divisor is at least a hundredth of the root mean square of the bands' norms.
     """
     floor = 1e-2 * expected.norm() / math.sqrt(BANDS)
     worst = 0.0

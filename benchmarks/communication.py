@@ -1,6 +1,6 @@
 """Counts the calls of torch.distributed in a step, and the bytes that a rank sends in them.
 
-P is the number of ranks; each call is one of all of them, or a send to one.
+P is the number of ranks. A call is a collective of all ranks, or a send to one rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from .isolated import Place
 
 _RECEIVES = ("recv_", "recv_any_source_")
-# Which argument has a rank's tensors, and how often a rank sends them where each sends as much.
+# The argument with a rank's tensors, and how often a rank sends them if all send equally much.
 _TIMES: Mapping[str, tuple[int, Callable[[int], float]]] = {
     "allgather_": (1, lambda p: p - 1),
     "_allgather_base_": (1, lambda p: p - 1),
@@ -31,10 +31,10 @@ _TIMES: Mapping[str, tuple[int, Callable[[int], float]]] = {
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts while it is entered, whoever calls: torch.distributed, DDP, FSDP2.
+    """Counts, while it is entered, the calls of torch.distributed, DDP and FSDP2.
 
-    `calls` has collectives and sends; a receive is the other end of one. `bytes` are those of the
-    ring algorithms, the same for each rank: 2 (P-1) / P of an all-reduced tensor.
+    `calls` counts collectives and sends, not receives. `bytes` are what a rank sends with ring
+    algorithms, such as 2 (P-1) / P of the bytes of an all-reduced tensor.
     """
 
     def __init__(self, place: Place) -> None:
@@ -45,7 +45,7 @@ class SentBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
         if namespace in ("c10d", "_c10d_functional") and name not in _RECEIVES:
-            # A KeyError names a collective that is not known here.
+            # Raises a KeyError for a collective that _TIMES does not list.
             self.bytes += self._sent(name, args)
             self.calls += 1
         return func(*args, **(kwargs or {}))

@@ -1,7 +1,7 @@
-"""`dpflash bench compare`: whether a benchmark became slower, two results row by row.
+"""`dpflash bench compare`: compares two results of a benchmark row by row and finds slower rows.
 
-Results whose trials took turns (`versus`) are compared trial by trial, those of separate runs by
-the intervals of their medians. `significance` has the tests.
+Results whose trials took turns (`versus`) are compared trial by trial. Results of separate runs
+are compared by the intervals of their medians. `significance` has the tests.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Row = Mapping[str, Any]
 
 _MAKE_IT = "pass the JSON that `dpflash bench` writes"
 
-# Growth of memory that is flagged is at least this many MiB: less is a matter of the allocator.
+# Memory that grows by less is not flagged, in MiB: the allocator alone may cause it.
 MOST_MORE_MIB = 8.0
-# The interval of a median of fewer trials tells little.
+# Rows of separate runs with fewer trials are undecided.
 FEWEST_TRIALS = 8
 _MUST_AGREE = ("suite", "device", "threads", "clock", "quick")
 _REGRESSIONS = ("slower", "more memory", "fails")
@@ -37,7 +37,7 @@ _BY_TIMES = "by its times"  # until these are tested
 
 
 class Unusable(ValueError):
-    """The two results cannot be compared; the message says why."""
+    """Raised if two results cannot be compared; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,20 @@ class Line:
     """The comparison of one row."""
 
     name: str  # of the row
-    # "slower", "more memory", "fails" (wrong, missing, without figures or measured in another way
-    # now), "undecided" (it may be chance, or the runs cannot tell), "faster", "unchanged" or "not
-    # comparable" (new, or without figures in the old result)
+    # "slower", "more memory", "fails" (the new row is wrong, missing, without figures or measured
+    # otherwise), "undecided" (the difference may be chance), "faster", "unchanged" or "not
+    # comparable" (the old row is missing or without figures)
     verdict: str
     old_ms: float | None = None  # median
     new_ms: float | None = None
     ratio: float | None = None  # new time over old time
     interval: tuple[float, float] | None = None  # of the ratio
-    p: float | None = None  # of "it takes no longer", corrected for the number of rows (Holm)
-    note: str = ""  # the reason, where the verdict needs one
+    p: float | None = None  # of the hypothesis "not slower", adjusted over all rows (Holm)
+    note: str = ""  # the reason, if the verdict needs one
 
     @property
     def is_regression(self) -> bool:
-        """Whether the comparison must not pass."""
+        """Whether the verdict makes the comparison fail."""
         return self.verdict in _REGRESSIONS
 
 
@@ -66,9 +66,9 @@ class Line:
 class Report:
     """The comparison of two results."""
 
-    lines: tuple[Line, ...]  # one for each measured row of either one
-    paired: bool  # whether their trials took turns
-    threshold: float  # share by which a time or a memory may grow
+    lines: tuple[Line, ...]  # one for each measured row of either result
+    paired: bool  # whether the trials of both results took turns
+    threshold: float  # fraction by which a time or a memory may grow
 
     @property
     def exit_code(self) -> int:
@@ -77,7 +77,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """How many rows were compared, and with which verdicts."""
+        """The number of rows that were compared, and of each verdict."""
         verdicts = [line.verdict for line in self.lines]
         texts = [f"{sum(line.ratio is not None for line in self.lines)} compared"]
         texts += [
@@ -95,7 +95,7 @@ class Report:
         return f"{markdown_table(header, map(_cells, self.lines))}\n\n{self.summary}\n"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as a dict for JSON."""
         return {**asdict(self), "summary": self.summary, "exit_code": self.exit_code}
 
 
@@ -109,13 +109,13 @@ def _cells(line: Line) -> tuple[Any, ...]:
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float = 0.05) -> Report:
-    """Compare two results, as `suite.run_suite` writes them; peers' and derived rows are left out.
+    """Compare two results of `suite.run_suite`, without peers' rows and derived rows.
 
-    Of trials that took turns a row is slower where the estimate of its ratio is beyond 1 +
-    threshold and the ratio is significantly above 1 (one-sided, at 5% over all rows together,
-    Holm). Of separate runs it is slower where the intervals of both medians are apart by more than
-    the threshold; fewer than 8 trials, and unlike load averages, decide nothing on times. Results
-    that were measured in different ways or broken off, or have no row in common, are Unusable.
+    If trials took turns, a row is slower if the estimate of its time ratio exceeds 1 + threshold
+    and is significantly above 1 (one-sided, at 5% over all rows together, Holm). For separate
+    runs, a row is slower if the intervals of both medians are apart by more than the threshold;
+    with fewer than 8 trials or unlike load averages it is undecided. Raises Unusable if the
+    results were measured in different ways, a run was broken off, or no row is in both.
     """
     _validate.positive(threshold=threshold)
     environments = (old["environment"], new["environment"])
@@ -128,7 +128,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float 
     if unlike:
         raise Unusable(f"{'; '.join(unlike)}: measure both alike")
     if not all(found.get("complete", True) for found in (old, new)):
-        raise Unusable("a run was broken off, and what is missing may be slower; measure it again")
+        raise Unusable("a run was broken off, and missing rows may be slower; measure it again")
     turns = environments[0].get("versus")
     if turns != environments[1].get("versus"):
         turns = None
@@ -167,13 +167,13 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float 
 
 
 def _are_loads_unlike(old: Row, new: Row) -> bool:
-    """Whether the load averages differ by more than 1 and a factor of 2, as times then do."""
+    """Whether the load averages differ by more than 1 and by a factor of more than 2."""
     a, b = old.get("load_average"), new.get("load_average")
     return a is not None and b is not None and abs(a - b) > max(1, min(a, b))
 
 
 def _pairs(old: Iterable[Row], new: Iterable[Row]) -> dict[str, tuple[Row | None, Row | None]]:
-    """The rows by name, without peers' and without those that follow from others."""
+    """Return (old, new) rows by name, without peers' rows and rows derived from other rows."""
     by_name = [{row["name"]: row for row in rows} for rows in (old, new)]
     found = {}
     for name in {**by_name[0], **by_name[1]}:
@@ -187,7 +187,7 @@ def _pairs(old: Iterable[Row], new: Iterable[Row]) -> dict[str, tuple[Row | None
 
 
 def _verdict(old: Row | None, new: Row | None) -> tuple[str, str]:
-    """The verdict, with a reason, that needs no test; else _BY_TIMES."""
+    """Return the verdict and its reason if no test of times is needed, else _BY_TIMES."""
     for row, which in ((old, "old"), (new, "new")):
         if row is not None and not _is_measured(row):
             return "fails", f"a figure of the {which} file is no measurement"
@@ -233,7 +233,7 @@ def _judge(line: Line, test: Test, p: Mapping[str, float], threshold: float) -> 
     edge = math.log1p(threshold)
     low, high = test.interval
     way = "slower" if test.estimate > 0 else "faster"
-    # Of separate runs all of the interval counts.
+    # Separate runs have no p: the whole interval must be beyond the threshold.
     is_sure = p[way] < 1 - CONFIDENCE if p else low > edge or high < -edge
     verdict, note = "unchanged", ""
     if abs(test.estimate) > edge:
@@ -264,10 +264,10 @@ def run_compare(
     threshold: float = 0.05,
     json_path: str | os.PathLike[str] | None = None,
 ) -> int:
-    """Compare two files that `dpflash bench` wrote, and print the table or why that cannot be.
+    """Compare two files of `dpflash bench`; print the table, or why they cannot be compared.
 
-    Returns 1 for a regression, 2 where they cannot be compared, else 0. The verdicts are written
-    to `json_path` too.
+    Returns 1 for a regression, 2 if the files cannot be compared, else 0. Also writes the verdicts
+    to `json_path`.
     """
     problem = ""
     try:

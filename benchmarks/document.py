@@ -17,7 +17,7 @@ from .timing import exponent
 if TYPE_CHECKING:
     from .suite import Suite
 
-INSIGHTS = "insights"  # the section
+INSIGHTS = "insights"  # the section of sentences about other rows
 QUICK = (
     "A quick look: small sizes and few trials, no figures to quote. At full sizes the order of "
     "what is compared may be the reverse, since fixed costs weigh more in small calls."
@@ -30,9 +30,9 @@ Column = tuple[str, Callable[[Row], Any]]  # header, and cell of a row
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one section."""
+    """A table of the rows of one section."""
 
-    section: str  # which rows, by their column "section"
+    section: str  # shows the rows whose column "section" has this value
     title: str  # above it
     columns: Sequence[Column]
     note: str = ""  # below it
@@ -40,22 +40,22 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """A panel of the picture; rows of one section that have both values."""
+    """A panel of the picture: the rows of one section that have both an x and a y value."""
 
     section: str
     title: str  # above it
     x: Column  # label, and value of a row
     y: Column
     series: Callable[[Row], str]  # the name of a row's line
-    logarithmic: bool = True  # else y is linear and begins at 0
+    logarithmic: bool = True  # if False, y is linear and begins at 0
 
 
 def page(
     name: str, tables: Mapping[str, Sequence[Column]], values: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The fields title, about and tables of a suite: the columns of each table by its section.
+    """Return the fields title, about and tables of a suite.
 
-    `values` are for the words in braces.
+    `tables` has the columns of each table by its section, `values` replace words in braces.
     """
 
     def filled(key: str) -> tuple[str, str]:
@@ -71,14 +71,14 @@ def page(
 
 
 def glossary(name: str) -> dict[str, str]:
-    """The list "- TERM: text" below a heading."""
+    """Return the items "- TERM: text" below a heading, as a dict."""
     items = (item.removeprefix("- ") for item in re.split(r" (?=- )", texts()[name][1]))
     return {term: text for term, _, text in (item.partition(": ") for item in items)}
 
 
 @functools.cache
 def texts() -> dict[str, tuple[str, str]]:
-    """The title and the text of each heading, by SUITE or SUITE/SECTION."""
+    """Return the title and the text of each heading, by SUITE or SUITE/SECTION."""
     source = Path(__file__).with_name("suite_pages.md").read_text(encoding="utf-8")
     found, suite = {}, ""
     for part in re.split(r"^(?=##? )", source, flags=re.MULTILINE)[1:]:
@@ -96,16 +96,16 @@ LEGEND = glossary("legend")
 
 
 def column(key: str, header: str | None = None) -> Column:
-    """A column with a value of the rows, or of their config."""
+    """Return a column that shows a value of the rows, or of their config."""
     return header or key, functools.partial(_value, key)
 
 
 def columns(
     *parts: str | Sequence[Column], computed: Mapping[str, Callable[[Row], Any]] | None = None
 ) -> tuple[Column, ...]:
-    """Columns; in a string "key | key: header | ..." of the rows, or of their config.
+    """Return columns; a string "key | key: header | ..." names values of the rows or their config.
 
-    A header in `computed` names a function of the row instead.
+    If a key is in `computed`, the cell is that function of the row instead.
     """
     known = computed or {}
     found: list[Column] = []
@@ -134,9 +134,9 @@ def chart(
     logarithmic: bool = True,
     only: Mapping[str, Any] | None = None,
 ) -> Chart:
-    """A chart of the rows whose config has the values `only`.
+    """Return a chart of the rows whose config has the values `only`.
 
-    x and y are columns as "key: header", series the keys that name a line.
+    x and y are columns as "key: header"; `series` has the keys whose values name a line.
     """
     label, value = _named(y) if isinstance(y, str) else y
 
@@ -152,12 +152,12 @@ def chart(
 
 
 def why_not(row: Row) -> str | None:
-    """Why a row has no figures; None where nothing speaks against them."""
+    """Return why a row has no figures, or None if it may have figures."""
     if row.get("failure"):
         return f"FAILED: {row['failure']}"
     if row["correct"] is False:
         error = row.get("error")
-        # JSON has no NaN and no infinity; they come back as None.
+        # JSON has no NaN and no infinity; both are read back as None.
         is_number = error is not None and math.isfinite(error)
         size = f"error {error:.1e}" if is_number else "no number"
         return f"{'the peer is ' * bool(row.get('peer'))}WRONG ({size})"
@@ -165,7 +165,7 @@ def why_not(row: Row) -> str | None:
 
 
 def milliseconds(row: Row) -> str | None:
-    """The median with its interval or range, or what a row needs to have one."""
+    """Return the median with its interval or range, or why the row has none."""
     if reason := why_not(row):
         return reason
     if row["median_ms"] is None:
@@ -179,7 +179,7 @@ def milliseconds(row: Row) -> str | None:
 
 
 def with_interval(key: str, header: str, form: str) -> Column:
-    """A column of figures, each with its 95% interval."""
+    """Return a column of figures, each with its 95% interval."""
 
     def cell(row: Row) -> str | None:
         if row.get(key) is None:
@@ -198,7 +198,7 @@ ratio = SPEEDUP[1]
 
 
 def overhead(row: Row) -> float | None:
-    """A step's time over that of the nonprivate one, its comparison's baseline."""
+    """Return a step's time over that of its comparison's baseline, the nonprivate step."""
     return None if row.get("speedup") is None else 1 / row["speedup"]
 
 
@@ -213,7 +213,7 @@ OVER_NONPRIVATE: Column = ("time over nonprivate", _shown_overhead)
 
 
 def markdown(suite: Suite, found: Mapping[str, Any]) -> str:
-    """The page."""
+    """Return the suite's page in Markdown."""
     environment, rows = dict(found["environment"]), found["rows"]
     roofs = environment.pop("roofs", None)
     if roofs is not None:
@@ -247,12 +247,12 @@ def markdown(suite: Suite, found: Mapping[str, Any]) -> str:
 
 
 def bullets(lines: Sequence[str]) -> str:
-    """A list."""
+    """Return the lines as a Markdown list."""
     return "\n".join(f"- {line}" for line in lines)
 
 
 def key_insights(rows: Sequence[Row]) -> list[str]:
-    """The suite's own insights (section "insights"), and how many rows have figures."""
+    """Return the suite's own insights, and a sentence on how many rows have figures."""
     own = [str(row["text"]) for row in rows if row.get("section") == INSIGHTS]
     timed = sum(row["median_ms"] is not None for row in rows)
     few, lacking = (sum(bool(row.get(key)) for row in rows) for key in ("range_ms", "needs"))
@@ -265,16 +265,16 @@ def key_insights(rows: Sequence[Row]) -> list[str]:
 
 
 def insight(name: str, text: str, **numbers: float) -> dict[str, Any]:
-    """A row of section "insights": a sentence about other rows, and the numbers in it."""
+    """Return a row of section "insights": a sentence about other rows, and its numbers."""
     return output.row(f"insights/{name}", {}, section=INSIGHTS, text=text, **numbers)
 
 
 def fitted_row(
     name: str, rows: Sequence[Row], size: str, value: str = "median_ms", **columns: Any
 ) -> dict[str, Any]:
-    """A row with the exponent p of ``value = c size^p``, and its 95% interval.
+    """Return a row with the exponent p of ``value = c size^p``, and its 95% interval.
 
-    The size is a key of the rows' config, the value a column; rows without it do not count.
+    `size` is a key of the rows' config, `value` a column; rows without a value do not count.
     """
     measured = [(row["config"][size], row[value]) for row in rows if row.get(value) is not None]
     sizes = [one for one, _ in measured]
@@ -298,7 +298,7 @@ EXPONENTS = columns(
 
 
 def legend(headers: Iterable[str]) -> list[str]:
-    """A line for each of these columns that needs an explanation, in their order."""
-    # Variants of a speed-up's header name the baseline.
+    """Return a line for each of these column headers that LEGEND explains, in their order."""
+    # Some headers are "speed-up" and the name of the baseline.
     terms = ("speed-up" if header.startswith("speed-up ") else header for header in headers)
     return [f"*{term}*: {LEGEND[term]}." for term in dict.fromkeys(terms) if term in LEGEND]

@@ -1,4 +1,4 @@
-"""On what was measured: device, versions, commit, threads, date."""
+"""The environment of a measurement: device, versions, commit, threads, date."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpflash.kernels import native
 
 
 def environment(device: str, threads: int) -> dict[str, Any]:
-    """What stands above a benchmark's rows; the threads are those of each process."""
+    """Return what a result states about its environment; `threads` are those of each process."""
     return {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU {cpu_model()}",
@@ -35,14 +35,14 @@ def environment(device: str, threads: int) -> dict[str, Any]:
 
 
 def commit(folder: Path | None = None) -> str | None:
-    """Of a checkout (this package's by default), "-dirty" where files differ; None outside."""
+    """Return a checkout's commit, "-dirty" if files differ, or None; by default this package's."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
     folder = (folder or Path(__file__).parent).resolve()
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    # A package that is installed inside of somebody else's checkout is not of that commit.
+    # If the package is installed inside another project's checkout, that commit is not its own.
     if done.returncode != 0 or "site-packages" in folder.parts:
         return None
     return done.stdout.strip() or None

@@ -31,18 +31,18 @@ TOKENS = (128, 223, 389, 677, 1179, 2048)
 FIXED, LONG, PROPORTIONAL = "dilated_fixed", "dilated_long", "dilated_proportional"
 
 _MIB = 2**20
-# With segments that grow with T: the longest T of a backward on a CPU.
+# The longest T of a backward on a CPU if segments grow with T.
 _LONGEST_BACKWARD = 4096
 # (B, T) of a published table.
 _QUICK_TABLE = ((2, 1024), (2, 2048), (2, 4096), (1, 8192), (1, 16384))
-# The optimal batch is the smallest one within this fraction of the most tokens/s.
+# The optimal batch is the smallest one with at least this fraction of the highest tokens/s.
 _CLOSE = 0.95
 
 
 def _dilated(
     section: str, direction: str, request: Request, sizes: Iterable[tuple[int, int, int]]
 ) -> Comparison:
-    """Dilated attention, D = 64, not causal; a row for each (B, T, H)."""
+    """Compare dilated attention, D = 64, not causal, at each size (B, T, H)."""
     measurements = []
     for batch, tokens, heads in sizes:
         segments: tuple[int, ...] = (tokens // 4, tokens // 2)
@@ -178,7 +178,7 @@ def _curves(rows: Iterable[Row], section: str) -> dict[str, list[Row]]:
 
 
 def optimal_batch(curve: str, rows: Sequence[Row]) -> Row:
-    """The smallest batch within 5% of the most tokens/s."""
+    """Return the smallest batch whose tokens/s are within 5% of the highest."""
     speeds = {
         row["config"]["batch"]: row["tokens_per_s"]
         for row in rows

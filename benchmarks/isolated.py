@@ -1,4 +1,4 @@
-"""Runs functions in fresh processes: one with limits, or the ranks of a distributed group."""
+"""Runs functions in fresh processes: one process with limits, or one process per rank."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _NO_GUARD = (
 )
 
 _SECONDS_TO_START = 120.0
-_SECONDS_BEHIND = 60.0  # by which exchanges time out later than the function, which names ranks
-# A rank that lost another waits so long, for the other's failure to be the first.
+_SECONDS_BEHIND = 60.0  # exchanges time out later than the function, whose error names ranks
+# A rank that lost another rank waits so long, so that the other rank's failure is reported.
 _SECONDS_FOR_OTHERS = 3.0
 # Messages of gloo's plain RuntimeError about a rank that is gone.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused")
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
-# Processes are copies of a server, which imports torch and the benchmarks once; an optimizer
-# imports torch._dynamo. Not set again with each call: a program may have the server import more.
+# Processes are forked from a server, which imports torch and the benchmarks once (torch._dynamo
+# for optimizers). The list is set once: a program may let the server import further modules.
 _FORKED: Any = multiprocessing.get_context("forkserver")
 _FORKED.set_forkserver_preload(["dpflash.bench.scaling_tasks", "torch._dynamo"])
 
@@ -47,15 +47,15 @@ Call = tuple[Callable[..., Any], Mapping[str, Any]]
 
 
 class Failed(Exception):
-    """The process ended without a result."""
+    """Raised if the process ended without a result."""
 
 
 class OutOfMemory(Failed):
-    """The function needed more memory than its limit."""
+    """Raised if the function needed more memory than its limit."""
 
 
 class OutOfTime(Failed):
-    """The function took longer than its limit."""
+    """Raised if the function took longer than its limit."""
 
 
 def run_isolated(
@@ -65,11 +65,11 @@ def run_isolated(
     timeout: float | None = None,
     **arguments: Any,
 ) -> Any:
-    """Returns ``function(**arguments)`` of a fresh process, to which they travel by pickle.
+    """Run ``function(**arguments)`` in a fresh process and return its result.
 
-    The limits, bytes of private memory (Linux) and seconds, raise OutOfMemory and OutOfTime; torch
-    has the threads of this process. What the function raises is raised here, and Failed where its
-    process died, or raised what does not travel by pickle.
+    Arguments and result are pickled; torch has as many threads as here. Raises OutOfMemory beyond
+    `memory_limit` (bytes of private memory, Linux) and OutOfTime beyond `timeout` seconds. Also
+    raises the function's exception, or Failed if it cannot be pickled or the process died.
     """
     threads = torch.get_num_threads()
     for _, result in _results([(function, arguments)], threads, timeout, memory_limit):
@@ -86,11 +86,11 @@ def run_ranks(
     timeout: float,
     **arguments: Any,
 ) -> list[Any]:
-    """Returns what ``function(place, **arguments)`` returned on each rank, a fresh process.
+    """Run ``function(place, **arguments)`` on ranks, each a fresh process, and return the results.
 
-    On "cpu" ranks have a thread each and gloo, on "cuda" a GPU each and nccl. The timeout is in
-    seconds, beside two minutes to start. Where a rank failed all processes end, with OutOfMemory
-    or Failed.
+    On "cpu" each rank has one thread and gloo, on "cuda" one GPU and nccl. `timeout` is in
+    seconds, after two minutes to start. If a rank fails, all processes are ended and OutOfMemory
+    or Failed is raised.
     """
     found: dict[int, Any] = {}
     limit = _SECONDS_TO_START + timeout
@@ -122,9 +122,9 @@ def run_ranks(
 def _results(
     calls: Sequence[Call], threads: int, timeout: float | None, memory_limit: int | None
 ) -> Iterator[tuple[int, Any]]:
-    """The number of each call and what it returned or raised, in the order in which they end.
+    """Yield each call's number and what it returned or raised, in the order in which calls end.
 
-    When the caller stops asking, the processes that still run are killed.
+    If the caller stops iterating, the processes that still run are killed.
     """
     running: dict[Any, tuple[int, Any]] = {}  # by the pipe of its result
     try:
@@ -183,10 +183,10 @@ def brief(error: Exception) -> str:
 
 
 def _work(pipe: Connection, call: Call, memory_limit: int | None, threads: int) -> None:
-    """What a fresh process does: it sends what the function returns or raises."""
-    # Ctrl-C reaches all processes of a terminal; the one that waits ends this one.
+    """Call the function in the fresh process and send what it returns or raises."""
+    # Ctrl-C reaches all processes of a terminal; the parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # tqdm's own lock is a semaphore of the system, which a killed process leaves behind.
+    # tqdm's default lock is a semaphore of the system, which a killed process would leave behind.
     tqdm.set_lock(threading.RLock())
     torch.set_num_threads(threads)
     if memory_limit is not None:
@@ -207,7 +207,7 @@ def _work(pipe: Connection, call: Call, memory_limit: int | None, threads: int) 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a function runs: a rank of the default group of torch.distributed."""
+    """The rank on which a function runs, in the default group of torch.distributed."""
 
     rank: int
     world_size: int

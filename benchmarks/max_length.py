@@ -1,6 +1,6 @@
-"""The suite "max-length": the longest sequence that attention takes in this memory and time.
+"""The suite "max-length": the longest sequence of attention within limits of memory and time.
 
-Every call runs in a process of its own with limits of memory and time. T is the tokens of a
+Every call runs in a process of its own that has these limits. T is the number of tokens of a
 sequence.
 """
 
@@ -30,13 +30,13 @@ SECTION = "max_length"
 CEILING = "the ceiling of the search"
 
 _HEADS, _HEAD_DIM = 8, 64
-# Checked in each process: long enough that windows and short segments leave something out.
+# The size that each process checks: long enough that windows and short segments drop some pairs.
 _CHECKED_TOKENS, _CHECKED_HEADS = 3072, 2
-_WITHIN = 8  # the longest T is known to one part in this many
+_WITHIN = 8  # the longest T is searched up to a relative error of one over this
 _LEAST = 256
 # A search makes a dozen calls, and a call that fails takes longer than its limit.
 _CALLS = 24
-# The time that a process takes to start and to check a short sequence, beside its call.
+# The time that a process takes to start and to check a short sequence, in addition to its call.
 _SECONDS_AROUND = 10.0
 _CPU_MEMORY = 4 * 2**30
 
@@ -53,15 +53,15 @@ _QUICK = ("LongNet", "DilatedAttention", "BlockSparseOptimized", "Dense", "SDPA"
 class Measured(NamedTuple):
     """The measurements of a call."""
 
-    error: float  # relative, of the same variant at a small T
+    error: float  # relative error of the same variant at a small T
     seconds: float  # without warm-up
-    peak_mb: float | None  # growth of its process in MiB, inputs included, where it is known
+    peak_mb: float | None  # growth of the process in MiB, inputs included; None if unknown
 
 
 def make_call(
     *, variant: str, direction: str, tokens: int, dtype: str, device: str, seed: int
 ) -> Measured:
-    """Checks a variant of SEARCHED at a small T, then calls it once, causal and with B = 1."""
+    """Check a variant of SEARCHED at a small T, then call it once, causal, on one sample."""
     own, where, backward = SEARCHED[variant], torch.device(device), goes_backward(direction)
     case = Case(own.pattern(tokens, True), tokens, 1, _HEADS, _HEAD_DIM, dtype, device)
     small = dataclasses.replace(case, tokens=_CHECKED_TOKENS, heads=_CHECKED_HEADS)
@@ -98,10 +98,10 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
 def search(
     why_failed: Callable[[int], str | None], first: int, ceiling: int
 ) -> tuple[int | None, int | None, str]:
-    """Doubles or halves T from the first until calls begin to fail, then bisects.
+    """Double or halve T, beginning with `first`, until calls begin to fail, then bisect.
 
-    `why_failed` makes a call with this T, and returns why it failed or None. Found are the longest
-    T that succeeded, the shortest that failed, and why it failed, or CEILING.
+    `why_failed` makes a call with T tokens and returns why it failed, or None. Returns the longest
+    T that succeeded, the shortest T that failed, and why it failed, or CEILING.
     """
     good, bad, tokens, reason = 0, 0, first, ""
     while bad == 0 or (good == 0 and bad > _LEAST) or (good and (bad - good) * _WITHIN > good):
@@ -132,7 +132,7 @@ def _search_row(variant: str, direction: str, request: Request) -> dict[str, Any
         try:
             measured = run_isolated(
                 make_call,
-                # A GPU refuses such a call by itself.
+                # A GPU raises its own error if its memory does not suffice.
                 memory_limit=None if is_cuda else limit,
                 timeout=call_seconds + _SECONDS_AROUND,
                 **given,

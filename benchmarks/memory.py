@@ -1,4 +1,4 @@
-"""Measures how far memory grows in a call, and what autograd keeps of it."""
+"""Measures how far memory grows in a call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PROCESS = Path("/proc/self")
 
 
 class PeakMemory:
-    """How far memory grows in a block: ``with PeakMemory() as peak: ...``.
+    """Measures how far memory grows in a block: ``with PeakMemory() as peak: ...``.
 
-    After it, `cpu_mb` and `gpu_mb` are MiB: of this process's resident memory (None where the
-    system does not report it; Linux does), and of what torch's allocator gave out on the current
-    GPU.
+    After the block, `cpu_mb` is the growth of this process's resident memory in MiB (None if the
+    system does not report it; Linux does), and `gpu_mb` that of the memory which torch's allocator
+    handed out on the current GPU.
     """
 
     cpu_mb: float | None = None
@@ -47,10 +47,10 @@ class PeakMemory:
 
 
 def peak_growth(step: Callable[[], object], device: torch.device) -> float | None:
-    """MiB by which the memory grows at most during a call.
+    """Return the largest growth of memory during a call, in MiB.
 
-    On a GPU what the allocator gave out, else the resident memory of this process; None where the
-    system does not report it.
+    The memory is that handed out by torch's allocator on a GPU, else the resident memory of this
+    process; None if the system does not report it.
     """
     with PeakMemory() as peak:
         step()
@@ -58,16 +58,16 @@ def peak_growth(step: Callable[[], object], device: torch.device) -> float | Non
 
 
 def device_memory(device: torch.device) -> float:
-    """MiB that the device has."""
+    """Return the total memory of the device in MiB."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory) / _MIB
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _MIB
 
 
 def _begin_resident() -> float | None:
-    """MiB that are resident, where a new peak begins; None where the system does not report it."""
+    """Reset the peak and return the resident MiB, or None if the system does not report it."""
     try:
-        # Free memory goes back to the system, so that using it again is growth.
+        # Return free memory to the system, so that using it again counts as growth.
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)

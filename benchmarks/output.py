@@ -1,9 +1,9 @@
 """Writes a benchmark's results as JSON, Markdown tables and a picture.
 
 The JSON is ``{"schema": 3, "environment": {...}, "rows": [...]}``. Each row has at least the keys
-of `COLUMNS`: a name, its config, the figures of `timing.Statistics` (None where nothing was
-timed), the peak memory, and whether its result was right. Keys that end in "_mb" are in MiB (2^20
-bytes). Scripts outside rely on the names.
+of `COLUMNS`: a name, its config, the figures of `timing.Statistics` (None if nothing was timed),
+the peak memory, and whether its result was correct. Keys that end in "_mb" are in MiB (2^20
+bytes). Other programs rely on these names.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ COLUMNS = ("name", "config", "median_ms", "ci95_ms", "cv", "trials", "peak_memor
 
 
 def row(name: str, config: Mapping[str, Any], **figures: Any) -> dict[str, Any]:
-    """A row with all columns; those not given are None, and its trials 0."""
+    """Return a row with all columns; columns that are not given are None, and `trials` is 0."""
     empty: dict[str, Any] = dict.fromkeys(COLUMNS)
     return {**empty, "name": name, "config": dict(config), "trials": 0, **figures}
 
 
 def require_drawing() -> None:
-    """Refuses, before anything is measured, a run whose picture cannot be drawn."""
+    """Raise ValueError if the picture cannot be drawn; called before anything is measured."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -35,7 +35,7 @@ def require_drawing() -> None:
 
 
 def make_folder(out: str | os.PathLike[str]) -> Path:
-    """The folder of the results, made where it is missing; ValueError where it cannot be made."""
+    """Return the folder of the results; create it if missing, raise ValueError if impossible."""
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def make_folder(out: str | os.PathLike[str]) -> Path:
 
 
 def write_json(path: Path, found: Mapping[str, Any]) -> None:
-    """Writes results whole or not at all; numbers that JSON does not have become null."""
+    """Write results, all or nothing; NaN and infinity, which JSON does not have, become null."""
     for entry in found["rows"]:
         missing = [column for column in COLUMNS if column not in entry]
         if missing:
@@ -57,28 +57,28 @@ def write_json(path: Path, found: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
+    """Write a text file, all or nothing."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
 
 
 def write_picture(path: Path, figure: Any) -> None:
-    """Writes a matplotlib Figure as a PNG whole or not at all."""
+    """Write a matplotlib Figure as a PNG, all or nothing."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     figure.savefig(part, dpi=110, format="png")
     part.replace(path)
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table; None shows as a dash, numbers with three digits."""
+    """Return a Markdown table; None is shown as a dash, a float with three digits."""
     lines = [header, ["---"] * len(header), *([shown(cell) for cell in line] for line in rows)]
     escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
 
 
 def shown(value: Any) -> str:
-    """A cell of a table."""
+    """Return a value as the text of a table's cell."""
     if value is None:
         return "-"
     if isinstance(value, bool):

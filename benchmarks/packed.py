@@ -1,7 +1,7 @@
 """The suite "packed": private steps over documents of unlike lengths, packed and padded.
 
-The documents are files of Python's own library, whose lengths vary 100-fold. Each document is the
-privacy unit. A step takes all of them, with the same noise.
+The documents are files of Python's own library, whose lengths vary 100-fold. Each document is a
+privacy unit. A step trains on all documents; packed and padded steps have the same noise.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .work import count_work
 
 PACKED, PADDED = "packed", "padded"
 _IGNORED = -100
-_SPREAD = 100  # the longest document over the shortest
-# Documents, tokens of the longest, model dim and layers.
+_SPREAD = 100  # the length of the longest document over that of the shortest
+# Number of documents, tokens of the longest document, model dim and layers.
 _SHAPE = ("documents", "longest", "embed_dim", "layers")
 _SIZES = {"quick": (12, 128, 64, 1), "cpu": (24, 2048, 128, 2), "cuda": (128, 4096, 1024, 4)}
 
 
 def corpus(documents: int, longest: int, seed: int) -> list[Tensor]:
-    """Some of the library's files, of `longest` / 100 to `longest` bytes, if it has enough."""
+    """Return files of Python's library of `longest` / 100 to `longest` bytes, at random."""
     files = ByteDocuments.read(default_data_dir(), suffixes={".py"})
     fitting = [content for content in files if longest // _SPREAD <= len(content) <= longest]
     if len(fitting) < documents:
@@ -58,9 +58,9 @@ def packed_subject(
     device: str,
     seed: int,
 ) -> Subject:
-    """A training step over all documents: NONPRIVATE and PACKED on packed batches, or PADDED.
+    """Return a training step over all documents; NONPRIVATE and PACKED have packed batches.
 
-    Its error is that of the sum of clipped gradients, or of gradients, without noise.
+    The subject's error is that of the sum of gradients, clipped if private, without noise.
     """
     given = corpus(documents, longest, seed)
 
@@ -96,7 +96,7 @@ def _step(
     noise_multiplier: float,
     optimize: Optimize,
 ) -> Step:
-    """One step over all documents, in microbatches of twice the longest document's tokens."""
+    """Return a step over all documents; a microbatch has twice the longest document's tokens."""
     model = build()
     device = next(model.parameters()).device
     optimizer = optimize(list(model.parameters()))
@@ -119,7 +119,7 @@ def _step(
         collate_fn=packing if is_packed else PadTo(longest, {"y": _IGNORED}),
     )
     engine = PrivacyEngine()
-    # The checks of the first batch are no part of a step.
+    # Steps are timed without the trials of the first batches.
     model, private_optimizer, private_loader = engine.make_private(
         module=model,
         optimizer=optimizer,
@@ -153,7 +153,7 @@ def _targets(document: Tensor) -> Tensor:
 
 
 def _sums(model: nn.Module, documents: Sequence[Tensor], bound: float | None) -> list[Tensor]:
-    """The sum of the documents' gradients, made one at a time, clipped if there is a bound."""
+    """Return the sum of gradients of single documents, clipped if `bound` is not None."""
     parameters = list(model.parameters())
     sums = [torch.zeros_like(p) for p in parameters]
     for document in documents:

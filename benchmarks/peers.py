@@ -15,7 +15,7 @@ from .attention_cases import Case, Run, multiplicity
 from .suite import Unsupported
 
 OPERATORS = ("dpflash", "sdpa-flash", "sdpa-cudnn", "flex")
-# Other projects' code: a wrong result of it is a finding, not a failure of dpflash.
+# Other projects' code; a wrong result of a peer is a finding, not a failure of dpflash.
 PEERS = OPERATORS[1:]
 _NEEDS_CUDA = {
     "sdpa-cudnn": "a CUDA device: cuDNN has no attention on the CPU",
@@ -24,7 +24,7 @@ _NEEDS_CUDA = {
 
 
 def build_run(operator: str, case: Case) -> Run:
-    """Attention by one of OPERATORS, as a function of q, k and v; Unsupported where it is not."""
+    """Return attention by one of OPERATORS, as a function of q, k and v, or raise Unsupported."""
     if case.device == "cpu" and operator in _NEEDS_CUDA:
         raise Unsupported(_NEEDS_CUDA[operator])
     if operator == "dpflash":
@@ -43,7 +43,7 @@ def _sdpa(operator: str, case: Case) -> Run:
         raise Unsupported("another pattern: SDPA takes dense or causal attention only")
     if case.device != "cpu" and case.dtype == "float32":
         raise Unsupported("fp16 or bf16: this backend takes no fp32 on CUDA")
-    if case.device == "cpu":  # where it is torch's own choice, without the time of a context
+    if case.device == "cpu":  # torch chooses it by itself there; a context would take time
         return functools.partial(F.scaled_dot_product_attention, is_causal=case.pattern.causal)
     is_flash = operator == "sdpa-flash"
     backend = SDPBackend.FLASH_ATTENTION if is_flash else SDPBackend.CUDNN_ATTENTION
@@ -56,7 +56,7 @@ def _sdpa(operator: str, case: Case) -> Run:
 
 
 def flex(case: Case, *, compiled: bool = True) -> Run:
-    """FlexAttention with the same multiplicities; only tests pass compiled=False."""
+    """Return FlexAttention with the case's `multiplicity`; only tests pass compiled=False."""
     import torch._dynamo
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -68,12 +68,12 @@ def flex(case: Case, *, compiled: bool = True) -> Run:
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return score + torch.log(seen(h, i, j).to(torch.float32))
 
-    # Every case compiles again, and dynamo gives up after eight compilations.
+    # Every case is compiled again, and dynamo falls back to eager after eight compilations.
     torch._dynamo.reset()
     make: Any = create_block_mask
     attend: Any = flex_attention
     if compiled:
-        # The block mask too: built eagerly it holds T x T entries for each head.
+        # The block mask is compiled too: in eager mode it allocates T x T entries for each head.
         make, attend = (torch.compile(function, dynamic=False) for function in (make, attend))
     if not isinstance(case.pattern, Dense) or case.pattern.causal:
         block_mask = make(

@@ -9,20 +9,20 @@ if TYPE_CHECKING:
     from .document import Chart, Row
     from .suite import Suite
 
-# Eleven markers and ten colours: 110 series that differ.
+# With ten colours, these eleven markers distinguish 110 series.
 _MARKERS = "os^DvPX<>*p"
 _SHAPE = {"batch": "B", "tokens": "T", "heads": "H", "head_dim": "D"}
 
 
 def draw(suite: Suite, found: Mapping[str, Any]) -> Any:
-    """The picture: a matplotlib Figure."""
+    """Return the suite's picture, a matplotlib Figure."""
     from matplotlib.figure import Figure
 
     columns = min(2, max(1, len(suite.charts)))
     lines = max(1, -(-len(suite.charts) // columns))
     figure = Figure(figsize=(8.2 * columns, 4.4 * lines + 0.5), layout="constrained")
     panels = figure.subplots(lines, columns, squeeze=False).ravel()
-    looks: dict[str, int] = {}  # one for each name, in all panels
+    looks: dict[str, int] = {}  # number of a series' look by its name, the same in all panels
     for panel, chart in zip(panels, suite.charts, strict=False):
         _draw_chart(panel, chart, found["rows"], looks)
     for panel in panels[len(suite.charts) :]:
@@ -82,7 +82,7 @@ def _draw_chart(panel: Any, chart: Chart, rows: Sequence[Row], looks: dict[str, 
 
 
 def _reach(row: Row, value: float) -> tuple[float, float]:
-    """How far the 95% interval goes below and above, where the value has one."""
+    """Return how far the 95% interval reaches below and above the value; 0 without interval."""
     for key, interval in (
         ("median_ms", "ci95_ms"),
         ("speedup", "speedup_ci95"),
@@ -104,7 +104,7 @@ def _shape(drawn: Sequence[Row], across: str) -> str:
 
 
 def _logarithmic(panel: Any, span: float) -> None:
-    """A logarithmic axis with some ticks in plain numbers, whatever it spans."""
+    """Make an axis logarithmic, with some ticks in plain numbers whatever its range is."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     panel.set_yscale("log")

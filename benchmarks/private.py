@@ -1,7 +1,7 @@
 """Private training steps by each provider, and the check of their clipped gradients.
 
-All providers train the same model on the same batch, which each one's loader draws at sample rate
-1. So a step is loader, forward, backward, clipping, noise and optimizer.
+All providers train the same model on the same batch, which each provider's loader draws at sample
+rate 1. A step consists of loader, forward, backward, clipping, noise and optimizer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .work import Work, count_work
 
 NONPRIVATE = "nonprivate"
 AUTO = "dpflash-flat-auto"
-# Clipping and grad_sample_mode.
+# Provider -> clipping and grad_sample_mode.
 DPFLASH = {
     AUTO: ("flat", "auto"),
     "dpflash-flat-instantiate": ("flat", "instantiate"),
@@ -42,32 +42,32 @@ OPAKE = "opake"
 PEERS = (*OPACUS, OPAKE)
 PROVIDERS = (NONPRIVATE, *DPFLASH, *PEERS)
 
-# Below the norms of all samples in all layers, so that each sample is clipped.
+# Less than the norm of each sample in each layer, so that every sample is clipped.
 MAX_GRAD_NORM = 0.1
 # Relative errors of gradients, for the worst parameter.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
-# Where dpflash computes norms without the gradients, it adds a bound of the rounding: at most this
-# part of the norm. The Gram form on a GPU adds more.
+# If dpflash computes norms without per-sample gradients, it adds a bound of the rounding error: at
+# most this fraction of the norm. The Gram form on a GPU adds more.
 _HIGHEST_BOUND = {"cpu": 1e-3, "cuda": 0.05}
 
 Optimize = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 
 def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of the timed steps."""
+    """Return the optimizer of the timed steps."""
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
 def private_subject(*, provider: str, **given: Any) -> Subject:
-    """A training step of one of PROVIDERS; `given` goes to `private_tasks.make_task`.
+    """Return a training step of one of PROVIDERS; `given` goes to `private_tasks.make_task`.
 
-    Its error is that of the sum of clipped gradients, without noise.
+    The subject's error is that of the sum of clipped gradients, without noise.
     """
     return private_step(provider=provider, **given)[0]
 
 
 def private_step(*, provider: str, **given: Any) -> tuple[Subject, PrivacyEngine | None]:
-    """The same, and the engine where the step is dpflash's."""
+    """Return the subject of `private_subject`, and the engine if the step is dpflash's."""
     task = make_task(**given)
     step, engine = make_training(task, provider, noise_multiplier=1.0, optimize=adamw)
 
@@ -85,7 +85,7 @@ def private_step(*, provider: str, **given: Any) -> tuple[Subject, PrivacyEngine
 
 
 class Training(NamedTuple):
-    """A whole training step, and the engine where it is dpflash's."""
+    """A whole training step, and the engine if the step is dpflash's."""
 
     step: Step
     engine: PrivacyEngine | None = None
@@ -94,10 +94,10 @@ class Training(NamedTuple):
 def make_training(
     task: Task, provider: str, *, noise_multiplier: float, optimize: Optimize, **options: Any
 ) -> Training:
-    """The training of a task by one of PROVIDERS, or by `make_private(optimize=LEVEL)`.
+    """Return the training of a task by one of PROVIDERS, or by `make_private(optimize=LEVEL)`.
 
-    The name of the latter is "optimize-LEVEL". `options` are further arguments of make_private.
-    Unsupported without Opacus or opake.
+    The latter provider is "optimize-LEVEL". `options` are further arguments of make_private.
+    Raises Unsupported if the provider is not installed.
     """
     if provider == OPAKE:
         return Training(_opake_step(task, noise_multiplier, optimize))
@@ -117,11 +117,11 @@ def make_training(
             given["clipping"], given["grad_sample_mode"] = DPFLASH[provider]
         else:
             given["optimize"] = provider.removeprefix("optimize-")
-            # A level sets autocast itself.
+            # The optimization level sets autocast itself.
             losses = replace(task, dtype="float32").losses
         engine = PrivacyEngine()
         backward = engine.backward
-        # The checks of the first batch are no part of a step.
+        # Steps are timed without the trials of the first batches.
         model, optimizer, loader = engine.make_private(
             **given, **options, verify_first_batch=False
         )
@@ -138,11 +138,11 @@ def make_training(
 
 
 def gradient_error(task: Task, provider: str) -> float:
-    """Relative error of a provider's sum of clipped gradients, for the worst parameter.
+    """Return the largest relative error of a parameter's sum of clipped gradients.
 
-    dpflash's flat clipping may use norms that are upper bounds. Its sum is compared with a sum by
-    these norms, and the norms with those of the gradients: the error is infinite where a norm is
-    too low, or higher than rounding explains.
+    dpflash's flat clipping may use upper bounds of the norms. Its sum is compared with a sum that
+    is clipped by the same bounds, and the bounds are compared with the exact norms: the error is
+    infinite if a bound is below the norm, or further above it than rounding explains.
     """
     given: list[Tensor] = []
     keep = functools.partial(GradientKeeper, given=given)
@@ -161,14 +161,14 @@ def gradient_error(task: Task, provider: str) -> float:
 
 
 def clipping_of(provider: str) -> str | None:
-    """A provider's clipping: "flat" or "per_layer"; None for none, or by a level."""
+    """Return "flat" or "per_layer", or None for no clipping or that of an optimization level."""
     if provider in DPFLASH:
         return DPFLASH[provider][0]
     return "flat" if provider in PEERS else None
 
 
 def raised_norms(task: Task, norms: Tensor) -> list[float] | None:
-    """Each sample's norm in `norms`, in any order, over its exact one; None where one is wrong."""
+    """Return each norm of `norms`, in any order, over the exact one, or None if one is wrong."""
     exact = [_norm(grads) for grads in _sample_gradients(task, task.build())]
     if len(norms) != len(exact):
         return None
@@ -176,7 +176,7 @@ def raised_norms(task: Task, norms: Tensor) -> list[float] | None:
     raised = [math.nan] * task.batch
     for i, norm in zip(order, sorted(norms.tolist()), strict=True):
         raised[i] = norm / exact[i] if exact[i] else math.inf if norm else 1.0
-    # The gradients of this loop are rounded too.
+    # The exact norms are those of a loop whose gradients are rounded too.
     rounding = TOLERANCES[task.dtype]
     highest = 1 + rounding + _HIGHEST_BOUND[task.x.device.type]
     is_right = all(1 - rounding <= x <= highest for x in raised)
@@ -186,9 +186,9 @@ def raised_norms(task: Task, norms: Tensor) -> list[float] | None:
 def clipped_sums(
     task: Task, clipping: str | None, raised: Sequence[float] | None = None
 ) -> list[Tensor]:
-    """The sum of clipped gradients of each parameter, by a loop over single samples.
+    """Return each parameter's sum of clipped gradients, computed by a loop over single samples.
 
-    In flat clipping, `raised` has factors of the samples' norms, see `raised_norms`.
+    In flat clipping, the samples' norms are multiplied by `raised` (see `raised_norms`).
     """
     model = task.build()
     parameters = trained(model)
@@ -224,18 +224,18 @@ class GradientKeeper(torch.optim.SGD):
         self._given = given
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Copies the gradients."""
+        """Copy the gradients."""
         grads = (parameter.grad for parameter in self.param_groups[0]["params"])
         self._given += [grad.detach().float().clone() for grad in grads]
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that ask for gradients."""
+    """Return the parameters that require gradients."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """The batches of a loader, epoch after epoch."""
+    """Yield the batches of a loader, epoch after epoch."""
     while True:
         yield from loader
 
@@ -245,7 +245,7 @@ def _backward(losses: Any) -> None:
 
 
 class _SampleMean:
-    """A task's loss as Opacus wants it: reduction "mean" over samples, or "none"."""
+    """A task's loss with the attribute `reduction` that Opacus reads: "mean" or "none"."""
 
     reduction = "mean"
 
@@ -258,7 +258,7 @@ class _SampleMean:
 
 
 def _make_opacus(task: Task, mode: str, given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
-    """Opacus' model, optimizer, loader, and the loss of (model, x, y), which has a backward."""
+    """Return Opacus' model, optimizer, loader and loss: (model, x, y) to a value with backward."""
     try:
         import opacus
     except ImportError:
@@ -280,7 +280,7 @@ def _make_opacus(task: Task, mode: str, given: Mapping[str, Any]) -> tuple[Any, 
 
 
 def _opake_step(task: Task, noise_multiplier: float, optimize: Optimize) -> Step:
-    """A step of opake, whose gradients and noise are functions of the parameters."""
+    """Return a step of opake, whose gradients and noise are functions of the parameters."""
     try:
         from opake.dpsgd.clipping import clipped_grad
         from opake.dpsgd.noise import gaussian_noise
@@ -324,16 +324,16 @@ def _opake_step(task: Task, noise_multiplier: float, optimize: Optimize) -> Step
 
 @contextlib.contextmanager
 def _inside_opacus() -> Iterator[None]:
-    """Ignores warnings about Opacus' noise and hooks."""
+    """Ignore warnings about Opacus' noise and hooks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def add_planned_work(plain: Work, engine: PrivacyEngine) -> Work:
-    """The work of a private step by the planner's formulas; Triton kernels cannot be counted.
+    """Return a private step's work by the planner's formulas; Triton kernels cannot be counted.
 
-    The second backward of attention in "ghost" is missing.
+    The formulas lack the second backward of attention in "ghost".
     """
     uses = list(engine.plan())
     return Work(

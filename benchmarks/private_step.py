@@ -1,9 +1,8 @@
 """The suites "private-step" and "optimize": private training steps.
 
-"private-step" is beside no privacy, Opacus and opake, with a transformer over bytes and with LoRA
-of a Llama; "optimize" is at each level of `make_private(optimize=...)`, with a transformer of one
-block. Where a batch there is
-larger than a physical one, the timed step is that of its first physical batch.
+"private-step" compares dpflash with no privacy, Opacus and opake, for a transformer over bytes and
+for LoRA of a Llama. "optimize" measures each level of `make_private(optimize=...)` for a
+transformer of one block; if a batch is larger than a physical batch, one physical batch is timed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from .work import count_work
 
 _SIZES = ("model", "batch", "tokens", "heads", "head_dim", "layers")
 _ALL = (NONPRIVATE, *DPFLASH, *PEERS)
-# Without those that short sequences show to be slow; they take minutes on long ones.
+# Providers that are slow on short sequences. They are left out on long ones, where they take
+# minutes.
 _SLOW = ("dpflash-flat-book_keeping", "dpflash-flat-ghost", "opacus-ghost")
 _SOME = tuple(name for name in _ALL if name not in _SLOW)
 _FEW = (NONPRIVATE, AUTO, "dpflash-per_layer", "opacus-hooks", OPAKE)
@@ -47,7 +47,7 @@ def _plan(request: Request) -> Iterator[Comparison]:
 
 
 def steps(shape: Mapping[str, Any], providers: Sequence[str]) -> Comparison:
-    """A whole step by each provider."""
+    """Compare a whole step of each provider."""
     lora = "LoRA-" if shape["model"] == "llama-lora" else ""
     name = f"{lora}B{shape['batch']}-T{shape['tokens']}"
     return compared(
@@ -75,7 +75,7 @@ SUITE = Suite(
 # Batch, tokens, heads, head dim.
 WORKLOADS = ((8, 512, 12, 64), (32, 512, 12, 64), (64, 1024, 16, 64), (16, 2048, 20, 80))
 _QUICK_WORKLOAD = (4, 64, 4, 16)
-# Tokens of a physical batch for 8 to 15 heads; fewer of more heads.
+# Tokens of a physical batch for 8 to 15 heads; with more heads there are fewer.
 _PHYSICAL = {"cpu": 2048, "cuda": 2**17}
 _SIXTEEN_BITS = ("balanced", "aggressive")
 
@@ -83,7 +83,7 @@ _SIXTEEN_BITS = ("balanced", "aggressive")
 def optimize_subject(
     *, level: str, batch: int, physical_batch: int, device: str, seed: int, **shape: int
 ) -> Subject:
-    """A private training step at a level, on a physical batch of a workload."""
+    """Return a private training step at a level, on a physical batch of a workload."""
     dtype = "bfloat16" if level in _SIXTEEN_BITS else "float32"
     shape.update(batch=physical_batch)
     given = {"model": "lm", "dtype": dtype, "device": device, "seed": seed, **shape}
@@ -97,11 +97,11 @@ def optimize_subject(
             "dtype": "bfloat16" if found.autocast else "float32",
             "clipping": found.clipping,
             "compiled": found.compiled,
-            # The last change is that of a compiler that failed.
+            # If the compiler failed, the last change says so.
             "fell_back": found.changes[-1] if found.compiled != requested.compiled else None,
         }
 
-    # A compiled model has no plan to count by.
+    # A compiled model has no plan from which work could be computed.
     return replace(subject, work=lambda: count_work(subject.step), late_figures=used)
 
 
@@ -112,7 +112,7 @@ def _plan_levels(request: Request) -> Iterator[Comparison]:
         name = f"B{batch}-T{tokens}-H{heads}-D{head_dim}"
         shape = {"tokens": tokens, "heads": heads, "head_dim": head_dim}
         given = {"batch": batch, "physical_batch": physical, **shape}
-        # A larger batch may have the physical batch, and so the step, of another workload.
+        # Workloads of different batches may have the same physical batch, and so the same step.
         if (physical, shape) not in seen:
             seen.append((physical, shape))
             yield compared(
@@ -131,7 +131,7 @@ def _gains(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 def _compiled(row: Row) -> str | None:
-    # A "NO", as other columns show False, would look like a failure.
+    # Other columns show False as "NO", which would look like a failure.
     return {True: "yes", False: "no", None: None}[row.get("compiled")]
 
 

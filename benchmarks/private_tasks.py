@@ -1,4 +1,4 @@
-"""The models, batches and losses of private training steps that are measured.
+"""Models, batches and losses of the private training steps that are measured.
 
 Letters: B samples, T tokens, E model dim.
 """
@@ -24,51 +24,51 @@ VOCABULARY = 256
 class Task:
     """A model, its batch and its loss."""
 
-    build: Callable[[], nn.Module]  # makes the model, with the same weights in each call
+    build: Callable[[], nn.Module]  # makes the model, each time with the same weights
     x: Tensor  # one batch, samples first
     y: Tensor
     loss: Callable[[Tensor, Tensor], Tensor]  # (output, y) to one loss per sample, `[B]`
-    # (model, x, y) to the output; Opacus calls the model with x alone.
+    # (model, x, y) to the output; Opacus calls the model with x only.
     forward: Callable[[nn.Module, Tensor, Tensor], Tensor] = lambda model, x, y: model(x)
     dtype: str = "float32"  # or "bfloat16", for autocast
 
     @property
     def batch(self) -> int:
-        """B."""
+        """The number of samples B."""
         return len(self.x)
 
     def losses(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """`[B]`."""
+        """Return one loss per sample, `[B]`."""
         with self.precision():
             output = self.forward(model, x, y)
         return self.loss(output, y)
 
     def precision(self) -> torch.autocast:
-        """The autocast context of a forward."""
+        """Return the autocast context of a forward."""
         enabled = self.dtype == "bfloat16"
         return torch.autocast(self.x.device.type, torch.bfloat16, enabled=enabled)
 
 
 def make_task(*, model: str, heads: int, head_dim: int, layers: int = 1, **given: Any) -> Task:
-    """A task of a model: "lm" and "llama-lora" on bytes, one layer "attention" on random vectors.
+    """Return a task: "lm" and "llama-lora" on bytes, or one layer "attention" on random vectors.
 
-    `given` are the further arguments of `bytes_task`.
+    `given` are the other arguments of `bytes_task`.
     """
     if model == "llama-lora":
         return bytes_task(lambda: adapted_llama(heads * head_dim, heads, layers), **given)
     if model == "lm":
         shape = (VOCABULARY, heads * head_dim, layers, heads)
-        # Opacus' ghost clipping refuses tied weights, so none are tied here.
+        # Opacus' ghost clipping refuses tied weights.
         free = {"max_seq_len": given["tokens"], "tie_embeddings": False}
         return bytes_task(lambda: LongContextLM(*shape, **free), **given)
     assert model == "attention", model
     if layers != 1:
-        raise ValueError(f"layers={layers} of model='attention': it has one; take model='lm'")
+        raise ValueError(f"layers={layers}: model='attention' has one layer; pass model='lm'")
     return _attention_task(heads, heads * head_dim, **given)
 
 
 def adapted_llama(width: int, heads: int, layers: int) -> nn.Module:
-    """LoRA of rank 16 on all linear layers of a Llama over bytes, which returns logits."""
+    """Return a Llama over bytes with LoRA of rank 16 on all linear layers; it returns logits."""
     try:
         import peft
         import transformers
@@ -81,7 +81,7 @@ def adapted_llama(width: int, heads: int, layers: int) -> nn.Module:
         num_hidden_layers=layers,
         num_attention_heads=heads,
     )
-    # Of the usual weights, which begin at zero, half of the gradients are zero.
+    # LoRA's usual initial weights, of which half are zero, make half of the gradients zero.
     lora = peft.LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False)
     return _Logits(peft.get_peft_model(transformers.LlamaForCausalLM(config), lora))
 
@@ -106,7 +106,7 @@ def bytes_task(
     dtype: str = "float32",
     vocab: int = VOCABULARY,
 ) -> Task:
-    """A model of logits on random bytes, `[batch, tokens]`, with its cross entropy."""
+    """Return a task of a model that returns logits, on random bytes `[batch, tokens]`."""
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randint(0, vocab, (2, batch, tokens), generator=generator).to(device)
     return Task(_built(make, device, seed), x, y, losses.cross_entropy, dtype=dtype)
@@ -139,7 +139,7 @@ class _Attention(nn.Module):
 
 
 def _built(make: Callable[[], nn.Module], device: str, seed: int) -> Callable[[], nn.Module]:
-    """Makes a model with the weights of this seed, and leaves torch's generator as it was."""
+    """Return a function that makes a model with this seed and restores torch's generator."""
 
     def build() -> nn.Module:
         with torch.random.fork_rng(devices=[]):

@@ -1,7 +1,7 @@
-"""Figures that other projects published (`published.json`), beside the rows of ours.
+"""Figures that other projects published (`published.json`), beside dpflash's own rows.
 
-Theirs were measured on their machines. They are no baseline of ours: the code behind them does
-not compute what it says, or was never run.
+The published figures were measured on the projects' machines. They are no baseline of dpflash: the
+code behind them does not compute what it claims, or was never run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _FILE = Path(__file__).with_name("published.json")
 
 
 class Figure(NamedTuple):
-    """One of their figures."""
+    """A published figure."""
 
     value: float | str
-    unit: str  # of the number, or the subject of the word
-    spread: float | None = None  # the standard deviation, where they publish one
+    unit: str  # of a number, or what a word describes
+    spread: float | None = None  # the published standard deviation, if there is one
 
     def __str__(self) -> str:
         if isinstance(self.value, str):
@@ -36,28 +36,28 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """Rows of ours: those of a section which have these values."""
+    """Selects dpflash's rows: those of a section that have the values `where`."""
 
-    suite: str  # its name, and that of its JSON
+    suite: str  # name of the suite, and of its JSON
     section: str
     where: Mapping[str, Any] = field(default_factory=dict)  # in the row's config or its columns
-    needs: str = ""  # for rows that a full run may lack on some machines
+    needs: str = ""  # what the rows need, if a full run may lack them on some machines
     options: str = ""  # of the command
 
     @property
     def command(self) -> str:
-        """The command that measures it; DIR is a folder of results."""
+        """The command that measures the rows; DIR is a folder of results."""
         options = self.options if self.suite == "scaling" else "--threads 1"
         return " ".join(["dpflash bench", self.suite, *options.split(), "--out DIR"])
 
     def fits(self, row: Row) -> bool:
-        """Whether a row of the suite is meant."""
+        """Whether this selects a row of the suite."""
         values = {**row, **row["config"]}
         wanted = {**self.where, "section": self.section}
         return all(key in values and values[key] == value for key, value in wanted.items())
 
     def rows(self, files: Files) -> list[Row]:
-        """The rows of a device's results, which a full run must have; none of a quick look."""
+        """Return the selected rows of a device's results; ValueError if a full run has none."""
         file = files.get(self.suite)
         if file is None or file.is_quick:
             return []
@@ -65,7 +65,7 @@ class Answer:
         if file.is_complete and not rows and not self.needs:
             raise ValueError(
                 f"{file.path}: no row of section {self.section!r} with {dict(self.where)}; run "
-                f"`dpflash bench {self.suite}` again, or mend the answer in {_FILE.name}"
+                f"`dpflash bench {self.suite}` again, or correct the answer in {_FILE.name}"
             )
         return rows
 
@@ -74,15 +74,15 @@ class Answer:
 class Reported:
     """A row of a report; exactly one of `answers`, `features` and `needs` answers it."""
 
-    named: str  # with its configuration
+    named: str  # name and configuration
     figures: Sequence[Figure] = ()
-    wrong: str = ""  # with this row alone
+    wrong: str = ""  # what is wrong with this row only
     answers: Sequence[Answer] = ()
     features: Sequence[str] = ()  # names to import ("dpflash.x.y") and commands, not measured
-    needs: str = ""  # to answer it, where this cannot be done here
+    needs: str = ""  # what an answer would need, if it cannot be measured here
 
     def measured(self, devices: Mapping[str, Files]) -> list[tuple[str, Row]]:
-        """Our rows for it, each with its device."""
+        """Return dpflash's rows that answer this row, each with its device."""
         return [
             (name, row)
             for name, files in devices.items()
@@ -98,8 +98,8 @@ class ReportTable:
     id: str
     title: str
     rows: Sequence[Reported]
-    wrong: Sequence[str] = ()  # with all of them
-    honest: str = ""  # the figure of ours in its place
+    wrong: Sequence[str] = ()  # what is wrong with all rows
+    honest: str = ""  # the figure that dpflash reports instead
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,12 @@ class Report:
 
 
 def read_reports() -> tuple[Report, ...]:
-    """The reports of the file."""
+    """Read the reports of `published.json`."""
     return tuple(json.loads(_FILE.read_text(encoding="utf-8"), object_hook=_read))
 
 
 def _read(held: dict[str, Any]) -> Any:
-    """An object of the file: its class is the one that has the key."""
+    """Return an object of the file; its keys decide its class."""
     if "figures" in held:
         held["figures"] = tuple(Figure(*figure) for figure in held["figures"])
     classes = {"tables": Report, "rows": ReportTable, "named": Reported, "suite": Answer}
@@ -131,7 +131,7 @@ def _read(held: dict[str, Any]) -> Any:
 _WRONG = "what is wrong with theirs"
 _OURS = ("ours", "ms", "peak MiB", "tokens/s", "right", "more")
 _HEADER = ("theirs", "their figures", *_OURS, _WRONG)
-# Further figures of a row: key and form.
+# Other figures of a row: key and format.
 _MORE = {
     "batch": "optimal batch {0}",
     "tasks_per_s": "steps/s {0}",
@@ -154,7 +154,7 @@ _MORE = {
 
 
 def report_parts(report: Report, devices: Mapping[str, Files]) -> Iterator[str]:
-    """The section of a report."""
+    """Yield the parts of a report's section."""
     yield f"## {report.id}: {report.title}"
     home = f"https://github.com/{report.repository}"
     document = f"[{report.file}]({home}/blob/{report.commit}/{report.file})"
@@ -166,7 +166,7 @@ def report_parts(report: Report, devices: Mapping[str, Files]) -> Iterator[str]:
         if table.honest:
             yield f"Ours: {table.honest}."
         lines = [line for row in table.rows for line in _lines(row, devices)]
-        # A column without cells goes; theirs and ours stay.
+        # Drop empty columns, except the published figures and dpflash's.
         keep = [
             number
             for number, cells in enumerate(zip(*lines, strict=True))
@@ -180,7 +180,7 @@ def report_parts(report: Report, devices: Mapping[str, Files]) -> Iterator[str]:
 
 
 def _lines(row: Reported, devices: Mapping[str, Files]) -> Iterator[list[Any]]:
-    """A line for each row of ours; theirs is in the first."""
+    """Yield a line for each of dpflash's rows; the first line also has the published row."""
     theirs = [row.named, ", ".join(map(str, row.figures)) or None]
     wrong = row.wrong or None
     for device, own in row.measured(devices):

@@ -1,7 +1,7 @@
 """The held-out loss of attention patterns: one small language model trained with each.
 
-All models start from the same weights and see the same bytes in the same order. T is the tokens
-of a window.
+All models start from the same weights and see the same bytes in the same order. T is the number of
+tokens of a window.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Size:
     width: int = 64
     layers: int = 2
     heads: int = 4
-    batch: int = 2  # windows of a step
+    batch: int = 2  # windows per step
     steps: int = 400
     learning_rate: float = 3e-3  # after a warm-up of five steps
     held_out: int = 96  # windows, each of another document
@@ -56,15 +56,15 @@ class Contestant:
     name: str
     pattern: Pattern
     baseline: str | None = DENSE  # the model whose loss is subtracted
-    seeds_on: int = 0  # added to the seed of weights and batches
+    seeds_on: int = 0  # added to the seed of initial weights and batches
 
 
 def contestants(tokens: int) -> list[Contestant]:
-    """The models trained on windows of so many tokens, all causal, each after its baseline.
+    """Return the models to train on windows of `tokens` tokens, each after its baseline.
 
-    Their patterns are those that "variants" and "attention" time at T = 8192, with lengths scaled
-    to the window, so that `dpflash.recommend` finds the loss of a pattern. Adaptive is an
-    exception: its blocks cannot be that small.
+    All are causal. Their patterns are those that "variants" and "attention" time at T = 8192, with
+    lengths scaled to the window, so that `dpflash.recommend` finds the loss of a pattern. The
+    blocks of Adaptive are not scaled, since they cannot be that small.
     """
     dense = Dense(causal=True)
     dilated = Dilated(
@@ -85,10 +85,10 @@ def contestants(tokens: int) -> list[Contestant]:
 
 
 def quality_rows(request: Request, size: Size | None = None) -> Iterator[dict[str, Any]]:
-    """Trains a model with each pattern and compares them on held-out documents.
+    """Train a model with each pattern and compare them on held-out documents.
 
-    A row has "held_out_loss" (nats a byte), and its difference to the baseline on the same windows
-    with its 95% interval. It is correct where the attention passes its check at this T and
+    A row has "held_out_loss" (nats per byte), and its difference to the baseline on the same
+    windows with a 95% interval. A row is correct if the attention passes its check at this T and
     training lowered the held-out loss; other rows have no figures.
     """
     size = size or (QUICK if request.quick else FULL)
@@ -162,7 +162,7 @@ def _initial_model(pattern: Pattern, size: Size, seed: int) -> LongContextLM:
 
 @functools.cache
 def windows_of(tokens: int, seed: int) -> tuple[TrainWindows, TrainWindows]:
-    """Windows to train on and held-out ones, of documents that fill a window."""
+    """Return training and held-out windows, of documents that fill a window."""
     documents = ByteDocuments.read(default_data_dir(), suffixes=(".py",))
     key = int(seed).to_bytes(32, "little")
     train, held_out = (
@@ -173,19 +173,19 @@ def windows_of(tokens: int, seed: int) -> tuple[TrainWindows, TrainWindows]:
 
 
 def batch_of(windows: TrainWindows, rows: Any, step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of these rows in a step."""
+    """Return inputs and targets of these rows in a step."""
     pairs = [windows.window(int(row), step) for row in rows]
     return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
 
 
 def _train(model: LongContextLM, size: Size, seed: int) -> None:
     windows, _ = windows_of(size.tokens, seed)
-    # The betas of `dpflash train`; the learning rate rises over five steps.
+    # The betas are those of `dpflash train`; the learning rate rises over five steps.
     optimizer = torch.optim.Adam(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=4)
     device = next(model.parameters()).device
     for step in range(size.steps):
-        # A function of seed and step alone, so that all models see the same windows.
+        # The rows depend on seed and step only, so that all models see the same windows.
         rows = np.random.default_rng([seed, step]).choice(len(windows), size.batch, replace=False)
         inputs, targets = (x.to(device) for x in batch_of(windows, rows, step))
         model(inputs, targets).mean().backward()
@@ -195,7 +195,7 @@ def _train(model: LongContextLM, size: Size, seed: int) -> None:
 
 
 def _evaluate(model: LongContextLM, size: Size, request: Request) -> np.ndarray:
-    """Nats a byte of one window of each held-out document, the same for all models."""
+    """Return nats per byte of one window of each held-out document, the same for all models."""
     _, windows = windows_of(size.tokens, request.seed)
     losses = []
     with torch.no_grad():

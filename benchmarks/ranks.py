@@ -24,15 +24,15 @@ from .timing import columns as time_columns
 SAMPLES, CONTEXT, NODE = "private_training", "context", "nodes"
 RANKS = (1, 2, 4, 8, 16)
 CONTEXT_RANKS = NODES = (1, 2, 4, 8)
-# B and T of the steps; 12 heads of 64, as in a published table.
+# B and T of the steps, which have 12 heads of 64, as in a published table.
 SIZES = ((8, 256), (16, 512))
 
-_TIMEOUT = 900.0  # of one launch of ranks, seconds
+_TIMEOUT = 900.0  # seconds that one launch of ranks may take
 _MIB = 2**20
 
 
 def fill(row: Row, returned: Sequence[Mapping[str, Any]], *, is_short: bool = False) -> None:
-    """Writes the results of a function of `scaling_tasks` by rank into the row."""
+    """Write the results of a function of `scaling_tasks`, one per rank, into the row."""
     row.update(
         error=worst(one["error"] for one in returned),
         correct=all(one["correct"] for one in returned),
@@ -66,7 +66,7 @@ def fill(row: Row, returned: Sequence[Mapping[str, Any]], *, is_short: bool = Fa
 def _over_plain(
     seconds: Sequence[float], returned: Sequence[Mapping[str, Any]], *, is_short: bool
 ) -> Row:
-    """The columns of a private step beside the plain one of the same ranks."""
+    """Return the columns that compare a private step with the plain one of the same ranks."""
 
     def trials(key: str) -> Iterator[tuple[float, ...]]:
         return zip(*(one[key] for one in returned), strict=True)
@@ -79,7 +79,7 @@ def _over_plain(
     found["plain_ms"] = summarize(plain).median_ms
     ratios = {"overhead": speedup(plain, seconds)}
     if "cpu_seconds" in returned[0]:
-        # A rank that waits uses no processor time, so the mean over the ranks counts.
+        # A rank that waits uses no processor time, so the mean over the ranks is used.
         own, others = (
             [sum(trial) / len(trial) for trial in trials(key)]
             for key in ("cpu_seconds", "plain_cpu_seconds")
@@ -92,7 +92,7 @@ def _over_plain(
 
 
 def blank_row(section: str, name: str, case: Any, ranks: int, **more: Any) -> Row:
-    """A row of a case of `scaling_tasks`, before it is measured."""
+    """Return the row of a case of `scaling_tasks` before it is measured."""
     shape = {**asdict(case), "ranks": ranks, **more, "dtype": "float32"}
     return output.row(f"{section}/{name}/P{ranks}", shape, section=section, ranks=ranks)
 
@@ -105,7 +105,7 @@ def on_ranks(
     is_short: bool = False,
     **arguments: Any,
 ) -> Sequence[Row]:
-    """Runs a function on ranks and fills each row with its results."""
+    """Run a function on ranks and fill each row with its results."""
     ranks, device = rows[0]["ranks"], request.where.type
     try:
         if device == "cuda" and ranks > torch.cuda.device_count():
@@ -139,7 +139,7 @@ CPU_OVERHEAD = with_interval("cpu_overhead", "CPU time over nonprivate", ".2f")
 
 
 def _with_plain(key: str, header: str, unit: float, form: str) -> Column:
-    """A column of a private step's figures, the plain one's in brackets."""
+    """Return a column of a private step's figures, with the plain step's in brackets."""
 
     def cell(row: Mapping[str, Any]) -> str | None:
         if row.get(key) is None:
@@ -166,7 +166,7 @@ def training_row(
     request: Request,
     effort: Effort,
 ) -> Row:
-    """The row of a private step by ranks that each have a core, or a GPU, of their own."""
+    """Return the row of a private step by ranks, each of which has its own core or GPU."""
     row = blank_row(section, f"B{case.batch}/T{case.tokens}", case, ranks)
     if request.where.type == "cpu" and ranks > usable_cores():
         return {**row, "needs": f"{ranks} cores: this machine has {usable_cores()}"}
@@ -178,7 +178,7 @@ def training_row(
 
 
 def step_seconds(case: TrainingCase, request: Request) -> float:
-    """Seconds of one step by one rank; 0 of a wrong one, which its row reports."""
+    """Return the seconds of a step by one rank, or 0 if it is wrong, as its row will report."""
     given = {"case": case, "alone": case, "effort": Effort(0, 1)}
     device = request.where.type
     ((found,),) = run_ranks(measure_training, 1, device=device, timeout=_TIMEOUT, **given)
@@ -186,7 +186,7 @@ def step_seconds(case: TrainingCase, request: Request) -> float:
 
 
 def sample_rows(request: Request) -> Iterator[Row]:
-    """Strong scaling: the samples of a step are spread over the ranks."""
+    """Yield rows of strong scaling: the ranks divide the samples of a step."""
     for size in [(8, 32)] if request.quick else SIZES:
         case = TrainingCase("replicated", *size, width=768, layers=1, heads=12)
         seconds = step_seconds(case, request)
@@ -201,7 +201,7 @@ def sample_rows(request: Request) -> Iterator[Row]:
 
 
 def context_rows(request: Request) -> Iterator[Row]:
-    """Weak scaling: each rank has the same number of tokens of every sample."""
+    """Yield rows of weak scaling: each rank has a fixed number of tokens of every sample."""
     alone = TrainingCase("context", 2, 128 if request.quick else 512)
     for ranks in CONTEXT_RANKS:
         case = replace(alone, tokens=alone.tokens * ranks)
@@ -209,7 +209,7 @@ def context_rows(request: Request) -> Iterator[Row]:
 
 
 def node_rows(request: Request) -> Iterator[Row]:
-    """Rows that need several machines."""
+    """Yield rows that need several machines."""
     command = "dpflash train --shard-parameters"
     for nodes in NODES:
         machines = f"{nodes} machine{'s' * (nodes > 1)} with GPUs that hold a 7B model"

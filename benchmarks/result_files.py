@@ -23,24 +23,24 @@ class ResultFile:
 
     @property
     def rows(self) -> Sequence[Row]:
-        """Those of a benchmark; none in a file of another kind."""
+        """The rows of a benchmark; empty if the file is of another kind."""
         rows: Sequence[Row] = self.held.get("rows", ())
         return rows
 
     @property
     def environment(self) -> Mapping[str, Any]:
-        """On what it was measured."""
+        """The environment of the measurement."""
         environment: Mapping[str, Any] = self.held.get("environment", {})
         return environment
 
     @property
     def is_quick(self) -> bool:
-        """Whether its sizes are small and its trials few."""
+        """Whether the run had small sizes and few trials."""
         return bool(self.environment.get("quick"))
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run came to its end."""
+        """Whether the run was not broken off."""
         return bool(self.held.get("complete", True))
 
 
@@ -48,7 +48,7 @@ Files = Mapping[str, ResultFile]
 
 
 def load(results: Path, device: str) -> dict[str, ResultFile]:
-    """The files of a device, by the names of what was run."""
+    """Read the files of a device, by the name of the suite or script."""
     return {
         path.stem: ResultFile(path, json.loads(path.read_text(encoding="utf-8")))
         for path in sorted((results / device).glob("*.json"))
@@ -56,5 +56,5 @@ def load(results: Path, device: str) -> dict[str, ResultFile]:
 
 
 def device_names(results: Path) -> list[str]:
-    """The devices that have results."""
+    """Return the names of the devices that have results."""
     return sorted(path.name for path in results.iterdir() if any(path.glob("*.json")))

@@ -32,7 +32,7 @@ SCALINGS = ("strong", "weak")
 SECTIONS = ("attention", "memory", "reported", "training")
 
 _MOST_RANKS_A_CORE = 8
-# In weak scaling each rank has a quarter of a step's samples.
+# In weak scaling, each rank has a quarter of the samples of strong scaling.
 _PARTS = 4
 
 
@@ -40,14 +40,14 @@ _PARTS = 4
 class Sizes:
     """Sizes of the suite "scaling"."""
 
-    attention: Mapping[str, int]  # T of strong scaling by pattern; of each rank half, in weak
+    attention: Mapping[str, int]  # T of strong scaling by pattern; in weak scaling, half per rank
     memory: Mapping[str, int]  # T by pattern
-    reported: Sequence[tuple[int, int]]  # B, T of a published table of dilated attention
-    training: Sequence[TrainingCase]  # of strong scaling
+    reported: Sequence[tuple[int, int]]  # (B, T) of a published table of dilated attention
+    training: Sequence[TrainingCase]  # cases of strong scaling
 
 
 def _training_cases(batch: int, tokens: int, context: int, width: int) -> list[TrainingCase]:
-    """Many samples for data parallelism; one and two of `context` tokens for a context."""
+    """Return cases of many samples for data parallelism, and of one and two for a context."""
     shapes = [("replicated", batch, tokens), ("fsdp2", batch, tokens)]
     shapes += [("context", 1, context), ("context", 2, context // 2)]
     return [TrainingCase(*shape, width=width) for shape in shapes]
@@ -68,7 +68,7 @@ QUICK_SIZES = Sizes(
 
 
 def _is_possible(case: AttentionCase, ranks: int) -> bool:
-    """Whether its mode exists on so many ranks, and differs from "ring" there."""
+    """Whether the case's mode exists on `ranks` ranks, and differs from "ring" there."""
     if ranks == 1:
         return case.mode == "ring"
     return case.mode != "ulysses" or case.heads >= ranks
@@ -93,7 +93,7 @@ class _Sections:
         request: Request,
         scaling: str = "strong",
     ) -> Iterator[Row]:
-        """Cases, whose tokens are those of one rank, take turns on each number of ranks."""
+        """Yield rows of cases, which take turns; in weak scaling their T is that of one rank."""
         tokens = cases[0].tokens
         given: dict[str, Any] = {"tokens_alone": tokens}
         given["effort"] = None if section == "memory" else request.calls
@@ -127,7 +127,7 @@ class _Sections:
                 yield from self._attention("memory", [case], request)
 
     def reported(self, request: Request) -> Iterator[Row]:
-        """Dilated attention, forward, at the sizes of a published table."""
+        """Yield rows of dilated attention, forward, at the sizes of a published table."""
         sizes = self._sizes(request)
         for batch, tokens in sizes.reported:
             case = AttentionCase("dilated", tokens, batch=batch, backward=False)
@@ -137,7 +137,7 @@ class _Sections:
         for ranks in self.ranks:
             for whole in self._sizes(request).training:
                 if ranks == 1 and whole.scheme == "fsdp2":
-                    continue  # the same as replicated
+                    continue  # on one rank the same as replicated
                 cases = [("strong", whole, whole)]
                 if whole.scheme != "context":
                     part = replace(whole, batch=max(1, whole.batch // _PARTS))
@@ -219,9 +219,9 @@ def scaling_suite(
     sizes: Sizes | None = None,
     sections: Sequence[str] = SECTIONS,
 ) -> Suite:
-    """The suite "scaling" on these numbers of ranks; sizes are for tests.
+    """Return the suite "scaling" on these numbers of ranks; only tests pass `sizes`.
 
-    Some of its sections alone have a name of their own, so that their files replace no others.
+    With some of the sections, the suite has another name, so that no other files are replaced.
     """
     for section in sections:
         _validate.one_of(sections=(section, SECTIONS))

@@ -39,7 +39,7 @@ PATTERNS: dict[str, Pattern] = {
     "dilated": Dilated(segment_lengths=(512, 1024), dilation_rates=(1, 2)),
     "sliding window": SlidingWindow(window=512, causal=True),
 }
-# Pattern and sharding of the calls that are measured.
+# (pattern, sharding) of the calls that are measured.
 SPREADS = (
     ("dense causal", "contiguous"),
     ("dense causal", "zigzag"),
@@ -50,17 +50,17 @@ MODES = ("ring", "all_gather", "ulysses")
 
 _DTYPE = torch.float32
 _TOLERANCE = 1e-4
-# T of the smaller calls that are compared with one process: attention's, a training step's.
+# T of the smaller attention calls and training steps that are compared with one process.
 _CHECKED_ATTENTION, _CHECKED_TOKENS = 2051, 64
 
 
 def _sgd(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    # A small learning rate: noise must not let weights grow, which makes numbers slow to compute.
+    # The learning rate is small: noise must not make weights so large that arithmetic is slow.
     return torch.optim.SGD(parameters, lr=1e-3)
 
 
 def spread(pattern: str, sharding: str) -> str:
-    """The name of one of SPREADS."""
+    """Return the name of one of SPREADS."""
     return pattern if sharding == "contiguous" else f"{pattern}, {sharding}"
 
 
@@ -74,7 +74,7 @@ class AttentionCase:
     head_dim: int = 64
     batch: int = 1
     sharding: str = "contiguous"  # or "zigzag"
-    mode: str = "ring"  # of MODES, how keys and values travel
+    mode: str = "ring"  # one of MODES: how keys and values are exchanged
     backward: bool = True  # the call computes gradients too
 
 
@@ -82,8 +82,8 @@ class AttentionCase:
 class TrainingCase:
     """One training step of a LongContextLM by all ranks.
 
-    In scheme "replicated" every rank has the model and some samples, in "fsdp2" a shard of each
-    parameter and some samples, in "context" the model and some tokens of all samples.
+    In scheme "replicated" each rank has the model and some samples, in "fsdp2" a shard of each
+    parameter and some samples, and in "context" the model and some tokens of every sample.
     """
 
     scheme: str  # "replicated", "fsdp2" or "context"
@@ -98,12 +98,12 @@ class TrainingCase:
 def measure_attention(
     place: Place, cases: Sequence[AttentionCase], tokens_alone: int, effort: Effort | None
 ) -> list[dict[str, Any]]:
-    """Checks and times calls of unlike modes, which take turns with rank 0 by itself.
+    """Check calls of different modes and time them, in turns with rank 0 alone.
 
-    Rank 0 alone has `tokens_alone`, while the others wait. Without effort nothing is timed. Each
-    case has "error" (of the check, relative) and "correct"; where it is correct also
-    "peak_memory_mb" of a call, "tokens", "tokens_alone", the pairs "edges" and "edges_alone", and
-    of timed calls "seconds" of each trial and "alone_seconds" (rank 0 of several).
+    Rank 0 alone has `tokens_alone` tokens, while other ranks wait. If `effort` is None, nothing is
+    timed. Each case has "error" (relative) and "correct". A correct case also has "peak_memory_mb"
+    of a call, "tokens", "tokens_alone", the numbers of pairs "edges" and "edges_alone", and if
+    timed "seconds" of each trial and, on several ranks, "alone_seconds".
     """
     found = [_checked(place, _attention_error(place, case)) for case in cases]
     steps: dict[str, Step] = {}
@@ -121,7 +121,7 @@ def measure_attention(
             )
     if effort is None or not steps:
         return found
-    # The modes are the same call on one rank.
+    # On one rank, all modes are the same call.
     alone = functools.partial(
         attention_step, Place(0, 1, place.device), replace(cases[0], tokens=tokens_alone)
     )
@@ -138,7 +138,7 @@ def _checked(place: Place, error: float) -> dict[str, Any]:
 
 
 class _Times(NamedTuple):
-    """Seconds of each trial of a step."""
+    """The seconds of each trial of a step."""
 
     wall: list[float]
     cpu: list[float]  # of all threads of this rank
@@ -147,7 +147,7 @@ class _Times(NamedTuple):
 def _timed(
     place: Place, steps: Mapping[str, Step], alone: Callable[[], Step], effort: Effort
 ) -> dict[str, _Times]:
-    """The times of steps of all ranks, and of the step "alone" by rank 0 of several."""
+    """Return the times of steps of all ranks and, on several ranks, of "alone" by rank 0."""
     if place.world_size > 1:
         steps = {**steps, "alone": alone() if place.rank == 0 else _wait}
     stopwatch = Stopwatch(place.device, wall=True)
@@ -162,7 +162,7 @@ def _timed(
 
 
 def _wait() -> None:
-    """The turn of another rank."""
+    """Do nothing while another rank has its turn."""
 
 
 def _call(place: Place, q: Tensor, k: Tensor, v: Tensor, case: AttentionCase) -> Tensor:
@@ -173,7 +173,7 @@ def _call(place: Place, q: Tensor, k: Tensor, v: Tensor, case: AttentionCase) ->
 
 
 def attention_step(place: Place, case: AttentionCase) -> Step:
-    """A call by all ranks."""
+    """Return a call of attention by all ranks."""
     # Times do not depend on values.
     own = Layout(case.tokens, place.world_size, case.sharding).local_length(place.rank)
     shape = (case.batch, case.heads, own, case.head_dim)
@@ -191,7 +191,7 @@ def attention_step(place: Place, case: AttentionCase) -> Step:
 
 
 def _attention_error(place: Place, case: AttentionCase) -> float:
-    """The error of o, dq, dk and dv of a smaller call, compared with those of one process."""
+    """Return the error of o, dq, dk and dv of a smaller call, compared with one process."""
     generator = torch.Generator().manual_seed(0)
     tokens = min(case.tokens, _CHECKED_ATTENTION)
     shape = (1, case.heads, tokens, case.head_dim)
@@ -217,15 +217,15 @@ def _attention_error(place: Place, case: AttentionCase) -> float:
 def measure_training(
     place: Place, case: TrainingCase, alone: TrainingCase, effort: Effort
 ) -> list[dict[str, Any]]:
-    """Checks and times private and plain steps, and private ones of `alone` by rank 0, in turns.
+    """Check private and plain steps and time them, in turns with private steps by rank 0 alone.
 
-    The one item is as of `measure_attention` without pairs; "error" is the larger one of a
-    noiseless step against a loop over single samples, and of a plain step's gradients. Beside the
-    private step's figures are "plain_seconds", "collectives" and "sent_bytes" of a step (as of
-    `SentBytes`), on a CPU "cpu_seconds" of each trial, and the plain step's with "plain_".
+    The result's only item has the keys of `measure_attention` without pairs. "error" is the larger
+    one of a noiseless private step's, against a loop over single samples, and of the plain step's
+    gradients. Further keys are "collectives" and "sent_bytes" of a step (see `SentBytes`) and, on
+    a CPU, "cpu_seconds" of each trial. The plain step's keys begin with "plain_".
     """
     with warnings.catch_warnings():
-        # One is that of the rank that trains by itself while others exist.
+        # dpflash warns if a rank trains alone while others exist.
         warnings.simplefilter("ignore")
         error = worst((_training_error(place, case), _plain_error(place, case)))
         figures = _checked(place, error)
@@ -237,7 +237,7 @@ def measure_training(
         figures["peak_memory_mb"] = peak_growth(private, place.device)
         steps = {"": private, "plain_": plain_step(place, case)}
         for name, step in steps.items():
-            # In its second step DDP agrees on its buckets.
+            # DDP rebuilds its buckets in its second step.
             for _ in range(2):
                 step()
             with SentBytes(place) as sent:
@@ -260,7 +260,7 @@ def measure_training(
 def _sharded_model(
     place: Place, case: TrainingCase, task: Task
 ) -> tuple[nn.Module, DeviceMesh | None]:
-    """A rank's model, and the mesh of several ranks."""
+    """Return a rank's model, and the mesh if there are several ranks."""
     model: Any = task.build()
     if place.world_size == 1:
         return model, None
@@ -276,13 +276,13 @@ def _sharded_model(
 
 
 def plain_step(place: Place, case: TrainingCase, optimize: Optimize = _sgd) -> Step:
-    """A step without privacy, on the mean of the losses, as `PrivateTraining` makes one."""
+    """Return a step like that of `PrivateTraining`, without privacy, on the mean of losses."""
     task = _task(case, place.device)
     model, _ = _sharded_model(place, case, task)
     parallel: Any = getattr(model, "context_parallel", None)
     optimizer = optimize(trained(model))
     if place.world_size > 1 and case.scheme != "fsdp2":
-        # Parameters' gradients are summed over the ranks of a context too.
+        # The ranks of a context sum the parameters' gradients too.
         model = DistributedDataParallel(model)
     own = slice(None) if parallel else slice(place.rank, None, place.world_size)
     loader = DataLoader(TensorDataset(task.x[own], task.y[own]), batch_size=case.batch)
@@ -317,11 +317,11 @@ class PrivateTraining:
             module=model,
             optimizer=optimize(list(model.parameters())),
             data_loader=DataLoader(TensorDataset(task.x, task.y), batch_size=case.batch),
-            sampling="fixed_size",  # of all samples, so that all steps are of one size
+            sampling="fixed_size",  # each draw has all samples, so that all steps are equal
             noise_multiplier=noise_multiplier,
             max_grad_norm=MAX_GRAD_NORM,
             grad_sample_mode="instantiate" if case.scheme == "context" else "auto",
-            # The checks of the first batches are no part of a step.
+            # Steps are timed without the trials of the first batches.
             verify_first_batch=False,
         )
 
@@ -348,13 +348,13 @@ def _task(case: TrainingCase, device: torch.device) -> Task:
 
 
 def _small(place: Place, case: TrainingCase) -> TrainingCase:
-    """A small case that is compared with one process; ranks have equal parts of its samples."""
+    """Return a small case to compare with one process; ranks have equally many samples."""
     size = place.world_size
     return replace(case, batch=2 * size, tokens=max(_CHECKED_TOKENS, 2 * size))
 
 
 def _training_error(place: Place, case: TrainingCase) -> float:
-    """Largest error of a small noiseless step against a loop over samples, relative."""
+    """Return the largest relative error of a small noiseless step against a loop over samples."""
     small, given = _small(place, case), list[Tensor]()
     PrivateTraining(place, small, 0.0, functools.partial(GradientKeeper, given=given)).step()
     sums = clipped_sums(_task(small, place.device), "flat")
@@ -362,7 +362,7 @@ def _training_error(place: Place, case: TrainingCase) -> float:
 
 
 def _plain_error(place: Place, case: TrainingCase) -> float:
-    """Largest error of the gradients of a small plain step against one process', relative."""
+    """Return the largest relative error of a small plain step's gradients against one process."""
     small, given = _small(place, case), list[Tensor]()
     plain_step(place, small, functools.partial(GradientKeeper, given=given))()
     task = _task(small, place.device)

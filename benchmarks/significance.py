@@ -1,8 +1,8 @@
-"""Whether a call takes longer than another one, from the times of both.
+"""Tests whether a call takes longer than another call, from the times of both.
 
-Of trials that took turns each launch of the two processes is independent of the next. The trials
-of separate runs share the state of their machine: they say how far the runs differ, not why, so
-a difference counts only where all of it is beyond the threshold.
+If trials took turns, the launches of the two processes are independent of each other. Trials of a
+separate run share the state of the machine during that run: they show how far two runs differ, but
+not why. So such a difference counts only if its whole interval is beyond the threshold.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import scipy.stats
 from .timing import median_interval
 
 CONFIDENCE = 0.95
-# Where launches are fewer, each round counts as independent.
+# If there are fewer launches, each round counts as independent.
 _FEWEST_LAUNCHES = 3
 
 
 @dataclass(frozen=True)
 class Test:
-    """A test of log(new / old)."""
+    """A test of the log of the ratio of new to old times."""
 
     estimate: float
     interval: tuple[float, float]  # of the estimate
-    p: Mapping[str, float]  # of no change, against "slower" and against "faster"; none if separate
+    p: Mapping[str, float]  # p of no change against "slower", "faster"; empty for separate runs
 
 
 def of_turns(old: np.ndarray, new: np.ndarray, launches: int) -> Test:
-    """Student's t over the launches, or over the rounds where launches are few."""
+    """Return Student's t test over the launches, or over the rounds if launches are few."""
     units = np.log(new / old)
     if launches >= _FEWEST_LAUNCHES:
         units = np.median(units.reshape(launches, -1), axis=1)
@@ -47,14 +47,14 @@ def of_turns(old: np.ndarray, new: np.ndarray, launches: int) -> Test:
 
 
 def of_separate_runs(old: np.ndarray, new: np.ndarray) -> Test:
-    """The ratio of the medians, between the farthest ends of their 95% intervals."""
+    """Return the ratio of the medians; its ends are from the far ends of their 95% intervals."""
     (old_low, old_high), (new_low, new_high) = (median_interval(list(x)) for x in (old, new))
     estimate = math.log(np.median(new) / np.median(old))
     return Test(estimate, (math.log(new_low / old_high), math.log(new_high / old_low)), {})
 
 
 def holm(p: Mapping[str, float]) -> dict[str, float]:
-    """Holm's adjusted p of each name."""
+    """Return Holm's adjusted p of each name."""
     adjusted: dict[str, float] = {}
     largest = 0.0
     for number, (name, value) in enumerate(sorted(p.items(), key=lambda item: item[1])):

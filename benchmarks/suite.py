@@ -1,9 +1,9 @@
 """Runs a benchmark: checks and times what it compares, and writes JSON, a page and a picture.
 
 A benchmark (`Suite`) is a plan of comparisons. Calls that are compared take turns, so that their
-ratios hold on a machine that others use too. A row whose result is wrong, or that cannot run here,
-has no figures but a reason. The JSON is written again after each comparison, and page and picture
-also after Ctrl-C, so that nothing is lost.
+ratios are right on a shared machine too. A row whose result is wrong, or that cannot run here, has
+a reason in place of figures. The JSON is written again after each comparison, and the page and the
+picture also after Ctrl-C, so that no measurement is lost.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .timing import (
 from .work import Work, measured_roofs, place_under_roofs, trace_call
 
 _MIB = 2**20
-# Of the machine's memory, on a CPU.
+# The fraction of the machine's memory that a call may take on a CPU.
 _MOST_MEMORY = 0.6
 _SECONDS_TO_PREPARE = 60
 
@@ -53,20 +53,20 @@ Row = dict[str, Any]
 
 
 class Unsupported(Exception):
-    """This cannot run here; the message says what it would need."""
+    """Raised if a row cannot run here; the message names what it needs."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured."""
+    """A call to be measured, with its check."""
 
-    step: Step  # one call
-    error: Callable[[], float]  # relative, of the step's result; called before it is timed
-    tolerance: float  # largest error that is right
-    tokens: int | None = None  # that one call processes
-    work: Callable[[], Work] | None = None  # of one call
-    dtype: str = "float32"  # of its products, for the roofs
-    figures: Mapping[str, Any] = field(default_factory=dict)  # further columns of its row
+    step: Step  # makes one call
+    error: Callable[[], float]  # relative error of the result; called before the step is timed
+    tolerance: float  # largest error of a correct result
+    tokens: int | None = None  # tokens that one call processes
+    work: Callable[[], Work] | None = None  # returns the work of one call
+    dtype: str = "float32"  # dtype of the matrix products, for the roofs
+    figures: Mapping[str, Any] = field(default_factory=dict)  # other columns of the row
     late_figures: Callable[[], Mapping[str, Any]] = dict  # columns known after the last call
 
 
@@ -78,23 +78,23 @@ Build = Callable[..., Subject]
 class Measurement:
     """A row to be measured.
 
-    `columns` are further columns, such as "section". "peer" is True for another library's code: a
-    wrong result is reported, but is no failure of dpflash.
+    `columns` are other columns, such as "section". "peer" is True for another library's code,
+    whose wrong results are reported but are not failures of dpflash.
     """
 
-    name: str  # of the row, unlike all others
+    name: str  # unique name of the row
     build: Build  # may raise `Unsupported`; called in other processes too
-    config: Mapping[str, Any]  # keywords of `build`, plain values; column "config"
+    config: Mapping[str, Any]  # keywords of `build`, plain values; the column "config"
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Measurements that take turns, at least one."""
+    """One or more measurements that take turns."""
 
     measurements: Sequence[Measurement]
     baseline: str | None = None  # name of the measurement that speed-ups are relative to
-    # Comparisons of one curve grow in size. After one that is too slow, the others are left out.
+    # Comparisons of one curve grow in size; those after a too slow comparison are left out.
     curve: str = ""
 
 
@@ -111,7 +111,7 @@ def compared(
     columns: Mapping[str, Any] | None = None,
     curve: str = "",
 ) -> Comparison:
-    """Rows PLACE/NAME whose configs differ in one key, the name; speed-ups are over `baseline`."""
+    """Compare rows PLACE/NAME, whose configs differ in `key`; speed-ups are over `baseline`."""
     more = {"section": section, **(columns or {})}
     rows = [
         Measurement(
@@ -127,22 +127,22 @@ def compared(
 
 @dataclass(frozen=True)
 class Request:
-    """How to measure."""
+    """The options of a run."""
 
     quick: bool = False  # small sizes and few trials, for a first look
-    device: str = "auto"  # a GPU where there is one; or "cpu" or "cuda"
-    threads: int | None = None  # of torch on the CPU; None for all
-    seed: int = 0  # of inputs and weights
-    max_seconds: float | None = None  # for all calls of a row; None for 60, quick 10
+    device: str = "auto"  # "cpu", "cuda" or "auto": a GPU if there is one
+    threads: int | None = None  # threads of torch on the CPU; None for all
+    seed: int = 0  # seed of inputs and weights
+    max_seconds: float | None = None  # limit for all calls of a row; None for 60, quick 10
     traces: bool = False  # write a trace of each row
-    has_progress: bool = True  # on stderr
+    has_progress: bool = True  # show progress on stderr
     effort: Effort | None = None  # calls of each row; None for 5 + 20, quick 2 + 5
 
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(
-                f"device={self.device!r}: expected 'auto', 'cpu' or 'cuda'; 'cuda' is any GPU "
-                "that torch knows, and CUDA_VISIBLE_DEVICES says which"
+                f"device={self.device!r}: expected 'auto', 'cpu' or 'cuda'; 'cuda' is the GPU "
+                "that torch finds first: choose it with CUDA_VISIBLE_DEVICES"
             )
         _validate.optional(_validate.positive_int, threads=self.threads)
         _validate.optional(_validate.positive, max_seconds=self.max_seconds)
@@ -151,22 +151,22 @@ class Request:
 
     @property
     def where(self) -> torch.device:
-        """The device that "auto" stands for."""
+        """The device to measure on."""
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.device(auto if self.device == "auto" else self.device)
 
     @property
     def calls(self) -> Effort:
-        """How often each row is called."""
+        """The number of calls of each row."""
         return self.effort or (QUICK if self.quick else FULL)
 
     @property
     def limit(self) -> float:
-        """Seconds for all calls of a row."""
+        """The limit in seconds for all calls of a row."""
         return self.max_seconds or (10.0 if self.quick else 60.0)
 
 
-# A function that makes rows of its own.
+# A function that measures by itself and makes rows.
 Part = Callable[[Request], Iterable[Row]]
 
 
@@ -174,25 +174,25 @@ Part = Callable[[Request], Iterable[Row]]
 class Suite:
     """A benchmark."""
 
-    name: str  # of its files and on the command line
-    title: str  # of its page
-    about: str  # what is measured, and how to read it
+    name: str  # name of the files, and on the command line
+    title: str  # title of the page
+    about: str  # what is measured, and how to read the page
     plan: Callable[[Request], Iterable[Comparison | Part]]  # called before anything is measured
     tables: Sequence[Table]
     charts: Sequence[Chart] = ()
     derive: Callable[[Sequence[Row]], Iterable[Row]] = (
         lambda rows: ()
-    )  # further rows from those measured
-    # Its parts start ranks of one thread each. Their time is the wall clock's: a rank that waits
-    # uses no processor time.
+    )  # computes other rows from the measured rows
+    # The parts start ranks of one thread each, which are timed by the wall clock: a rank that
+    # waits uses no processor time.
     on_ranks: bool = False
 
 
 def run_suite(suite: Suite, request: Request, folder: Path) -> dict[str, Any]:
-    """Measures, and writes NAME.json, NAME.md and NAME.png into an existing folder.
+    """Run a suite, and write NAME.json, NAME.md and NAME.png into an existing folder.
 
-    Returns what the JSON holds: "environment", "complete" and "rows". After Ctrl-C they hold what
-    was measured until then, and "complete" is False.
+    Returns the contents of the JSON: "environment", "complete" and "rows". After Ctrl-C, "rows"
+    has the rows that were measured until then, and "complete" is False.
     """
     output.require_drawing()
     before = torch.get_num_threads()
@@ -250,7 +250,7 @@ def _run(suite: Suite, request: Request, folder: Path) -> dict[str, Any]:
 
 
 def _made(name: str, make: Callable[[], Iterable[Row]]) -> Iterator[Row]:
-    """The rows of a function; after an exception, a row of this name with the error."""
+    """Yield the rows of a function and, if it raises, a row `name` with the error."""
     try:
         yield from make()
     except Exception as error:
@@ -260,18 +260,18 @@ def _made(name: str, make: Callable[[], Iterable[Row]]) -> Iterator[Row]:
 
 
 def refuse(row: Row, error: Exception) -> None:
-    """Writes into a row why it has no figures: what it needs, or that it failed."""
+    """Write into a row why it has no figures: what it needs, or that it failed."""
     if isinstance(error, Unsupported | OutOfTime):
         row["needs"] = str(error)
     elif isinstance(error, OutOfMemory) or is_out_of_memory(error):
         row["needs"] = f"more memory: {str(error).splitlines()[0]}"
     else:
-        # Other rows of the run must not be lost.
+        # The run goes on with its other rows.
         row.update(correct=False, failure=brief(error))
 
 
 def _noting(step: Step, name: str, failed: dict[str, Exception]) -> Step:
-    """A step that is not called again once it failed; the others keep their turns."""
+    """Return a step that makes no more calls once it failed, while other steps go on."""
 
     def call() -> None:
         if name not in failed:
@@ -284,7 +284,7 @@ def _noting(step: Step, name: str, failed: dict[str, Exception]) -> Step:
 
 
 class _Checked(NamedTuple):
-    """A subject that is right, and how often its calls can be made."""
+    """A subject whose result is correct, and the number of calls for which there is time."""
 
     subject: Subject
     effort: Effort
@@ -297,12 +297,12 @@ class Bench:
     request: Request
     stopwatch: Stopwatch
     roofs: Ceilings
-    traces: Path  # a folder
+    traces: Path  # folder of the traces
     progress: tqdm[Any]
-    slow: dict[str, str] = field(default_factory=dict)  # the row that was too slow, by curve
+    slow: dict[str, str] = field(default_factory=dict)  # name of the too slow row, by curve
 
     def rows(self, comparison: Comparison) -> list[Row]:
-        """A row for each measurement, in their order."""
+        """Return a row for each measurement, in their order."""
         rows: dict[str, Row] = {}
         checked: dict[str, _Checked] = {}
         slow = dict(self.slow)
@@ -329,14 +329,14 @@ class Bench:
         return list(rows.values())
 
     def _checked(self, measurement: Measurement, row: Row, curve: str) -> _Checked | None:
-        """The subject of a row, where it runs here and is right; else the row says why not."""
+        """Return the subject if it runs here and is correct, else write the reason into `row`."""
         try:
             probed, effort = self._probed(measurement)
             subject = measurement.build(
                 device=self.request.where.type, seed=self.request.seed, **measurement.config
             )
             row.update(subject.figures, error=subject.error())
-            # An error that is NaN is not within the tolerance.
+            # False if the error is NaN.
             row["correct"] = row["error"] <= subject.tolerance
         except Exception as error:
             refuse(row, error)
@@ -349,7 +349,7 @@ class Bench:
         return _Checked(subject, effort)
 
     def _probed(self, measurement: Measurement) -> tuple[_Probed, Effort]:
-        """What a call takes, and how many calls fit into the limit of time."""
+        """Return what one call takes, and how many calls fit into the time limit."""
         request, limit = self.request, self.request.limit
         given: dict[str, Any] = {
             "build": measurement.build,
@@ -420,7 +420,7 @@ class Bench:
 
 
 def too_slow(reason: str, limit: float) -> str:
-    """The reason of a row whose smallest number of calls exceeds the limit of time."""
+    """Return the reason of a row whose minimum number of calls exceeds the time limit."""
     return (
         f"a faster device or a higher --max-seconds: {reason}, and a warm-up and 3 trials do not "
         f"fit into the {limit:g} s of a row"
@@ -450,28 +450,28 @@ def _probe(build: Build, device: str, seed: int, config: Mapping[str, Any]) -> _
 
 
 def has_figures(found: Mapping[str, Any]) -> bool:
-    """Whether any row was timed, or is right."""
+    """Whether any row was timed or is correct."""
     return any(row["correct"] is True or row["median_ms"] is not None for row in found["rows"])
 
 
 def worst(errors: Iterable[float]) -> float:
-    """The largest of some errors, at least one; infinite where one is no finite number."""
+    """Return the largest of one or more errors, or infinity if any error is not finite."""
     return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
 def wrong_rows(found: Mapping[str, Any], *, peers: bool = False) -> list[str]:
-    """Names of rows of dpflash, or of peers, whose result was wrong; they have no figures."""
+    """Return the names of dpflash's rows, or of peers' rows, whose result was wrong."""
     wrong = (row for row in found["rows"] if row["correct"] is False)
     return [row["name"] for row in wrong if bool(row.get("peer")) == peers]
 
 
 def of_section(rows: Iterable[Row], section: str) -> Iterator[Row]:
-    """The rows of a section of the suite."""
+    """Yield the rows of a section."""
     return (row for row in rows if row.get("section") == section)
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """The rows of each value of a key, in their order."""
+    """Return the rows by the value of `key`, in their order."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)

@@ -16,31 +16,31 @@ from dpflash import _validate
 Step = Callable[[], object]
 _Trial = TypeVar("_Trial")
 
-HIGH_VARIANCE = 0.1  # of the coefficient of variation
+HIGH_VARIANCE = 0.1  # a coefficient of variation above this is high
 FEWEST_TRIALS = 3
-_FENCES = 1.5  # of Tukey, in interquartile ranges
-# On a GPU: more bytes than its last cache holds. Overwriting them so often before each call takes
-# some milliseconds, in which the host queues the call that is timed.
+_FENCES = 1.5  # distance of Tukey's fences from the quartiles, in interquartile ranges
+# More bytes than the last cache of a GPU holds. Overwriting them several times before each call
+# takes some milliseconds, in which the host queues the timed call.
 _FLUSHED_BYTES = 2**28
 _FLUSHES = 32
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How many calls are made without timing them, and how many are timed."""
+    """The number of untimed warm-up calls and of timed calls."""
 
     warm_ups: int = 5
     trials: int = 20
 
     @property
     def calls(self) -> int:
-        """All calls."""
+        """The number of all calls."""
         return self.warm_ups + self.trials
 
     def within(self, seconds: float, limit: float) -> Effort | None:
-        """This effort where calls of so many seconds fit into the limit, else fewer calls.
+        """Return this effort if its calls, of `seconds` each, fit into `limit`, else fewer calls.
 
-        Those are 1 warm-up and 3 to 23 trials; None where these do not fit.
+        These are 1 warm-up and 3 to 23 trials; None if they do not fit either.
         """
         if seconds * self.calls <= limit:
             return self
@@ -57,11 +57,11 @@ class Statistics:
     """Statistics of the trials of one call, without those beyond Tukey's fences."""
 
     median_ms: float
-    # 95% interval of the median by order statistics; the range of fewer than 6 trials.
+    # The 95% interval of the median by order statistics; with fewer than 6 trials their range.
     ci95_ms: tuple[float, float]
-    cv: float | None  # standard deviation over mean; None of one trial
-    trials: int  # how many were timed
-    outliers: int  # how many of them were left out
+    cv: float | None  # standard deviation over mean; None for a single trial
+    trials: int  # number of timed calls
+    outliers: int  # number of trials that were left out
 
     @property
     def high_variance(self) -> bool:
@@ -69,20 +69,20 @@ class Statistics:
         return self.cv is None or self.cv > HIGH_VARIANCE
 
     def as_row(self) -> dict[str, Any]:
-        """The columns of a benchmark's row."""
+        """Return the statistics as columns of a benchmark's row."""
         own = {**asdict(self), "ci95_ms": list(self.ci95_ms)}
         return {**own, "high_variance": self.high_variance}
 
 
 def within_fences(values: Sequence[float]) -> list[float]:
-    """The values no more than 1.5 interquartile ranges beyond the quartiles (Tukey)."""
+    """Return the values that are at most 1.5 interquartile ranges beyond the quartiles (Tukey)."""
     low, high = np.quantile(values, [0.25, 0.75])
     reach = _FENCES * scipy.stats.iqr(values)
     return [value for value in values if low - reach <= value <= high + reach]
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95% interval of the median by order statistics; the range of fewer than 6 values."""
+    """Return the median's 95% interval by order statistics; the range if fewer than 6 values."""
     interval = scipy.stats.quantile_test(values, p=0.5).confidence_interval(0.95)
     low, high = float(interval.low), float(interval.high)
     if not np.isfinite([low, high]).all():
@@ -91,7 +91,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def summarize(seconds: Sequence[float]) -> Statistics:
-    """The statistics of some trials, at least one."""
+    """Return the statistics of one or more trials."""
     if not seconds:
         raise ValueError("seconds=[]: expected at least one trial; time the call first")
     kept = [1e3 * value for value in within_fences(seconds)]
@@ -101,10 +101,10 @@ def summarize(seconds: Sequence[float]) -> Statistics:
 
 
 def columns(seconds: Sequence[float], *, is_short: bool) -> dict[str, Any]:
-    """The columns of a row for its trials.
+    """Return the columns of a row for its trials.
 
-    Where fewer calls than asked for were made, since they are slow (`is_short`), the row has the
-    range of its trials and no interval.
+    If `is_short`, fewer calls than requested were made because they are slow; the row then has
+    the range of its trials in place of an interval.
     """
     trials = [1e3 * value for value in seconds]
     if not is_short:
@@ -114,11 +114,11 @@ def columns(seconds: Sequence[float], *, is_short: bool) -> dict[str, Any]:
 
 
 class Stopwatch:
-    """Seconds of a call, by the clock that suits the device.
+    """Measures the seconds of a call, by a clock that depends on the device.
 
-    On a GPU these are CUDA events, with the L2 cache overwritten before; on one CPU thread its
-    process time, which other jobs of the machine disturb less; else, and with `wall`, as where
-    processes wait for each other, the wall clock.
+    On a GPU the clock is CUDA events, and the L2 cache is overwritten before each call. With one
+    CPU thread it is process time, which other jobs disturb less. With several threads, or if
+    `wall` is set because processes wait for each other, it is the wall clock.
     """
 
     def __init__(self, device: torch.device, *, wall: bool = False):
@@ -153,11 +153,10 @@ def time_steps(
     stopwatch: Callable[[Step], _Trial],
     before: Step = lambda: None,
 ) -> dict[str, list[_Trial]]:
-    """What the stopwatch returns, such as seconds, of each trial of each call.
+    """Return what the stopwatch returns, such as seconds, for each trial of each call.
 
-    Calls take turns (A B C, B C A, ...), so that a drift of the machine's speed hits all alike.
-
-    `before` is called before each of them and not timed, such as a barrier of several ranks.
+    Calls take turns (A B C, B C A, ...), so that the machine's speed affects all of them equally.
+    `before`, such as a barrier of several ranks, is called before each call and is not timed.
     """
     names = list(steps)
     found: dict[str, list[_Trial]] = {name: [] for name in names}
@@ -174,19 +173,19 @@ def time_steps(
 def time_call(
     call: Step, *, trials: int = 20, warm_ups: int = 5, device: str = "cpu"
 ) -> Statistics:
-    """Times a call.
+    """Time a call.
 
     Args:
         call: a function without arguments.
-        trials: number of calls that are timed, at least 1.
-        warm_ups: number of calls before.
-        device: "cpu" or "cuda"; work queued on a GPU is waited for.
+        trials: number of timed calls, at least 1.
+        warm_ups: number of untimed calls before them.
+        device: "cpu" or "cuda"; the time of a call includes the work that it queues on a GPU.
 
     Returns:
-        The median, its 95% interval and the coefficient of variation, outliers left out.
+        The median, its 95% interval and the coefficient of variation, without outliers.
 
     Raises:
-        ValueError: call cannot be called, a number is too small, or torch finds no such device.
+        ValueError: call is not callable, a number is too small, or torch finds no such device.
     """
     if not callable(call):
         raise ValueError(f"call={call!r}: expected a function without arguments; pass a lambda")
@@ -199,7 +198,7 @@ def time_call(
 
 
 def usable_device(device: str) -> torch.device:
-    """The device of a name, "cpu", "cuda" or "cuda:1"; refuses one that torch does not find."""
+    """Return the device of a name such as "cuda:1"; ValueError if torch does not find it."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
@@ -213,22 +212,22 @@ def usable_device(device: str) -> torch.device:
 
 
 class Ratio(NamedTuple):
-    """The speed-up of a call over another one that took turns with it, over the rounds."""
+    """The median speed-up of a call over another call that took turns with it."""
 
     median: float
     ci95: tuple[float, float]  # of the median, by order statistics
 
 
 def speedup(own: Sequence[float], other: Sequence[float]) -> Ratio:
-    """The speed-up over another call, from the seconds of each round; outliers left out."""
+    """Return the speed-up over another call, from the seconds of each round, without outliers."""
     kept = within_fences([b / a for a, b in zip(own, other, strict=True)])
     return Ratio(float(np.median(kept)), median_interval(kept))
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> tuple[float, float, float]:
-    """The exponent p of ``value = c size^p``, and its 95% interval (low, high).
+    """Return the exponent p of ``value = c size^p``, and the ends of its 95% interval.
 
-    It is fitted to the logarithms of at least three different sizes.
+    The exponent is fitted to the logarithms of at least three different sizes.
     """
     fit = scipy.stats.linregress(np.log(sizes), np.log(values))
     reach = float(scipy.stats.t.ppf(0.975, len(sizes) - 2) * fit.stderr)

@@ -28,14 +28,14 @@ from .suite import Comparison, Part, Request, Subject, Suite, compared
 
 @dataclass(frozen=True)
 class Variant:
-    """A name of published tables, and the attention that is measured under it."""
+    """The attention that is measured under a name of published tables."""
 
-    pattern: Callable[[int, bool], Pattern]  # of T and causal; may raise `Unsupported`
-    operator: str = "dpflash"  # of `peers.OPERATORS`
+    pattern: Callable[[int, bool], Pattern]  # (T, causal) to the pattern; may raise `Unsupported`
+    operator: str = "dpflash"  # one of `peers.OPERATORS`
 
 
 def fixed(kind: Callable[..., Pattern], **arguments: Any) -> Callable[[int, bool], Pattern]:
-    """The pattern of these arguments at every T."""
+    """Return a function that makes a pattern with these arguments for every T."""
     return lambda tokens, causal: kind(**arguments, causal=causal)
 
 
@@ -43,7 +43,7 @@ def _adaptive(tokens: int, causal: bool) -> Pattern:
     return Adaptive(block_size=64, keep=max(1, -(-tokens // 64) // 10), causal=causal)
 
 
-# As in the published tables; a window of 256 tokens.
+# As in the published tables, with a window of 256 tokens.
 _DENSE = fixed(Dense)
 _SEGMENTS = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
 _DILATED = fixed(Dilated, **_SEGMENTS)
@@ -70,7 +70,7 @@ _SPARSE = [name for name in VARIANTS if name.startswith("Sparse")]
 
 
 def variant_subject(*, variant: str, causal: bool, **given: Any) -> Subject:
-    """One of VARIANTS."""
+    """Return a call of one of VARIANTS."""
     if variant not in VARIANTS:
         raise ValueError(f"variant={variant!r}: expected one of {', '.join(VARIANTS)}")
     found = VARIANTS[variant]
@@ -85,7 +85,7 @@ SEGMENTS = {
 
 
 def segments_subject(*, segments: str, **given: Any) -> Subject:
-    """Dilated attention with one of SEGMENTS."""
+    """Return a call of dilated attention with one of SEGMENTS."""
     lengths, rates = SEGMENTS[segments]
     return dilated_subject(segment_lengths=lengths, dilation_rates=rates, **given)
 
@@ -99,9 +99,9 @@ _REPORTED = (
     "BlockSparseAdaptive",
     "SDPA",
 )
-# T, B and H of the published tables; the text does not name the last H.
+# T, B and H of the published tables, whose text does not state the last H.
 _SIZES = {"small": (2048, 2, 8), "medium": (8192, 1, 8), "large": (16384, 1, 12)}
-# Long enough for each pattern to differ from dense attention, and one head for each segment.
+# Long enough for each pattern to differ from dense attention, with one head per segment length.
 _QUICK_SIZES = {"quick": (3072, 1, 3)}
 
 
@@ -125,14 +125,14 @@ def _plan(request: Request) -> Iterator[Comparison | Part]:
 
 
 def _beside_first(section: str, variants: Sequence[str], given: Mapping[str, Any]) -> Comparison:
-    """Variants at one size; speed-ups are over the first."""
+    """Compare variants at one size; speed-ups are over the first."""
     place = f"{section}/T{given['tokens']}/{given['direction']}"
     own = (place, variant_subject, "variant", variants, given, section, variants[0])
     return compared(*own, peers=["SDPA"])
 
 
 def _reports(request: Request) -> Iterator[Comparison]:
-    """The sizes of the published tables, not causal, as there."""
+    """Yield comparisons at the sizes of the published tables, which are not causal."""
     for size, sizes in (_QUICK_SIZES if is_small(request) else _SIZES).items():
         for direction in DIRECTIONS:
             place, given = f"reports/{size}/{direction}", shape(request, direction, *sizes)

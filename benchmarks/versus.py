@@ -1,12 +1,12 @@
-"""Two checkouts measured in turns on one machine, call by call.
+"""Measures two checkouts on one machine, in turns, call by call.
 
-Each checkout has a process of its own that imports its dpflash and takes turns with the other
-(A B, B A, ...) on the same CPU, by its process time on one thread: whatever slows the machine or
-that CPU slows both. A launch is a pair of fresh copies of these processes, on the next CPU; how
-memory happens to lie differs from launch to launch, so launches, not rounds, are what the
-comparison counts. Where its code lies the copies of a process share: equal code differs by one to
-three percent, and intervals, which do not know of it, held 1 in 44 of 60 such rows instead of 95%.
-The threshold is what covers it.
+Each checkout has a process of its own that imports its dpflash. The two processes take turns
+(A B, B A, ...) on the same CPU and are timed by their process time on one thread, so that whatever
+slows the machine or that CPU slows both. A launch is a pair of fresh copies of these processes, on
+the next CPU. The layout of data in memory differs between launches, so the comparison counts
+launches, not rounds. All copies of a process share the layout of its code. It makes equal code
+differ by one to three percent, which the intervals do not cover: they contained the ratio 1 in 44
+of 60 rows of equal code, not in 95%. The threshold covers this difference.
 
     dpflash bench versus OLD_CHECKOUT NEW_CHECKOUT --out DIR
 """
@@ -40,7 +40,7 @@ from .versus_worker import JOBS
 
 Row = dict[str, Any]
 
-# Launches and rounds of each.
+# Launches, and rounds per launch.
 FULL, QUICK = (8, 6), (4, 3)
 _PACKAGES = ("kernels", "accounting")
 _HARNESS = {"versus_worker.py": "worker.py", "memory.py": "memory.py"}
@@ -48,7 +48,7 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM
 
 
 class WorkerError(ValueError):
-    """A checkout's process ended before it answered."""
+    """Raised if a checkout's process ended before it answered."""
 
 
 def run_versus(
@@ -63,9 +63,9 @@ def run_versus(
 ) -> int:
     """Measure two checkouts in turns, write OLD.json and NEW.json, and compare them.
 
-    What is measured are `versus_worker.JOBS` of the dpflash that runs this, whatever the checkouts
-    have in `dpflash.bench`. A row is wrong where the new checkout's result is not the old one's.
-    Returns what `compare.run_compare` returns, which is by launches where there are 3 or more.
+    Measures the `versus_worker.JOBS` of the dpflash that runs this, not those of the checkouts. A
+    row is wrong if the new checkout's result differs from the old one's. Returns what
+    `compare.run_compare` returns, whose tests are over launches if there are 3 or more.
     """
     _validate.positive_int(launches=launches, rounds=rounds)
     if launches * rounds < 2:
@@ -81,7 +81,7 @@ def run_versus(
         for side, checkout in checkouts.items():
             tree = _copy_sources(checkout, scratch / side)
             workers[side] = _Worker(tree, harness, scratch / f"{side}.txt", checkout)
-            # Also in the middle of a launch, whose copy reads the same pipe.
+            # Ends the worker also during a launch, since the copy reads the same pipe.
             stack.callback(workers[side].process.communicate)
         numbers = range(launches)
         for launch in tqdm(numbers, unit="launch", disable=not has_progress, file=sys.stderr):
@@ -116,7 +116,7 @@ def _copy_harness(folder: Path) -> Path:
 
 
 def _copy_sources(checkout: Path, folder: Path) -> Path:
-    """One tree of the three packages that the checkout maps to dpflash."""
+    """Copy the three packages that a checkout maps to dpflash into one tree, and return it."""
     packages = [f"{name}/__init__.py" for name in ("dpflash", *_PACKAGES)]
     missing = [file for file in packages if not (checkout / file).is_file()]
     if missing:
@@ -160,9 +160,9 @@ def _launch(
 
 
 def _cpu(launch: int) -> int | None:
-    """On which both processes of a launch run; None where the system places them.
+    """Return the CPU for both processes of a launch, or None to let the system choose.
 
-    One CPU can be slower than another for minutes, by what else runs on its core.
+    One CPU can be slower than another for minutes, if other jobs run on its core.
     """
     if not hasattr(os, "sched_getaffinity"):
         return None
@@ -179,14 +179,14 @@ def _runs(row: Row) -> bool:
 
 
 def _take(row: Row, built: dict[str, Any]) -> None:
-    """Notes what a build says; the peak is the least of all launches."""
+    """Write the answer to a build into the row; the peak is the smallest of all launches."""
     row.update({key: built[key] for key in ("needs", "tolerance") if key in built})
     peaks = (row["peak_memory_mb"], built.get("peak_memory_mb"))
     row["peak_memory_mb"] = min((peak for peak in peaks if peak is not None), default=None)
 
 
 def _compare_results(old: Row, new: Row, scratch: Path) -> None:
-    """A row of the new checkout is right where its result is that of the old one."""
+    """Mark the new checkout's row as correct if its result is that of the old checkout."""
     old["correct"] = True if old["needs"] is None else None
     if old["needs"] or new["needs"]:
         new["needs"] = new["needs"] or "a result of the old checkout"
@@ -228,7 +228,7 @@ class _Worker:
         try:
             print(json.dumps(command), file=self.process.stdin, flush=True)
         except BrokenPipeError:
-            pass  # no answer comes either
+            pass  # reading the answer will fail too
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""The process that `versus` starts for each of two checkouts: what is measured, and on call.
+"""The process that `versus` starts for each of two checkouts, which measures on command.
 
-This file is copied out of the dpflash that compares, beside `memory`, and runs against the dpflash
-of either one. It uses what dpflash exports and what older versions have too.
+`versus` copies this file and `memory` from its own dpflash and runs them with the dpflash of a
+checkout. So this file uses only exported names, which older versions have too.
 
-A line of JSON on stdin is a command, a line on stdout its answer, read before the next command:
-``{"do": "launch", "cpu": C}`` begins a launch (``{}``) on that CPU, or on any for null, in which
-``{"do": "build", "name": N, "result": FILE}`` gives tolerance and peak_memory_mb, or needs, and
-saves the result where the file is not null; ``{"do": "time", "name": N}`` gives the seconds of one
-call, by the process's own clock; ``{"do": "end"}`` ends it (``{}``).
+Each line of JSON on stdin is a command, and a line on stdout its answer, read before the next one:
+``{"do": "launch", "cpu": C}`` begins a launch on CPU C, or on any CPU for null (answer ``{}``).
+``{"do": "build", "name": N, "result": FILE}`` answers with tolerance and peak_memory_mb, or with
+needs, and saves the result unless FILE is null. ``{"do": "time", "name": N}`` answers with the
+process time of one call in seconds. ``{"do": "end"}`` ends the launch (answer ``{}``).
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from .memory import peak_growth
 Step = Callable[[], object]
 
 WARM_UPS = 2
-PROVING = 64  # samples, after which the first batches have proven the model
+PROVING = 64  # samples after which the trials of the first batches have ended
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is called, its result, and how far the result of the other checkout may be from it."""
+    """A call, its result, and the tolerance for the result of the other checkout."""
 
     step: Step
     result: Callable[[], list[Tensor]]
-    tolerance: float  # relative, of each tensor
+    tolerance: float  # relative error of each tensor
 
 
 def attention(pattern: str, tokens: int, heads: int, head_dim: int, **rules: Any) -> Job:
-    """Forward and backward of one sample in float32."""
+    """Return a job of attention: forward and backward of one sample in float32."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = torch.randn(4, 1, heads, tokens, head_dim, generator=generator).unbind()
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -72,7 +72,7 @@ def private_step(
     heads: int,
     vocabulary: int,
 ) -> Job:
-    """Forward, backward, noise and AdamW of a language model; its result is without noise."""
+    """Return a job of a private step with noise and AdamW; its result is without noise."""
     x, y = torch.randint(
         0, vocabulary, (2, batch, tokens), generator=torch.Generator().manual_seed(0)
     )
@@ -84,7 +84,7 @@ def private_step(
         )
 
     def epoch(kind: Callable[..., Any], lr: float, noise_multiplier: float) -> Any:
-        """(model, function that trains on the loader's one draw, which is all samples)."""
+        """Return the model, and a function that trains on all samples, the loader's one draw."""
         module = model()
         engine = dpflash.PrivacyEngine()
         made, optimizer, loader = engine.make_private(
@@ -105,13 +105,13 @@ def private_step(
         return made, train
 
     _, step = epoch(torch.optim.AdamW, 1e-3, 1.0)
-    # What the first batches prove is no part of a later step.
+    # Run the trials of the first batches before any step is timed.
     for _ in range(PROVING // batch):
         step()
 
     def clipped() -> list[Tensor]:
-        # The change of the parameters is what all versions have in common; at this rate their own
-        # rounding is small beside it.
+        # All versions can report the change of the parameters. At this learning rate it is large
+        # compared with the rounding of the parameters.
         module, train = epoch(torch.optim.SGD, 1024.0, 0.0)
         before = [p.detach().clone() for p in module.parameters()]
         train()
@@ -121,7 +121,7 @@ def private_step(
 
 
 def epsilon_query(accountant: str, phases: int, steps: int) -> Job:
-    """Epsilon at 1e-5 of phases of other noise each; anew in each call, so that no cache helps."""
+    """Return a job of epsilon at delta 1e-5 of phases of different noise; no cache helps it."""
     calls = itertools.count()
 
     def query(shift: float) -> float:
@@ -144,7 +144,7 @@ _MODEL = {
     "heads": 4,
     "vocabulary": 256,
 }
-# Some 10 to 60 ms each on one CPU thread.
+# Each job takes some 10 to 60 ms on one CPU thread.
 JOBS: Mapping[str, tuple[Callable[..., Job], Mapping[str, Any]]] = {
     "attention/dense/T1024": (attention, {"pattern": "Dense", "tokens": 1024, **_HEADS}),
     "attention/dilated/T2048": (
@@ -175,7 +175,7 @@ JOBS: Mapping[str, tuple[Callable[..., Job], Mapping[str, Any]]] = {
 
 
 def build(name: str, result: str | None) -> tuple[Step | None, dict[str, Any]]:
-    """A warm call, and what its row says of it."""
+    """Return a call after its warm-up, and columns of its row."""
     function, config = JOBS[name]
     try:
         job = function(**config)
@@ -184,14 +184,14 @@ def build(name: str, result: str | None) -> tuple[Step | None, dict[str, Any]]:
         peak = peak_growth(job.step, torch.device("cpu"))
         if result is not None:
             torch.save(job.result(), result)
-    # An older checkout may lack what is measured, or raise whatever it raises.
+    # An older checkout may lack what is measured, or raise any exception.
     except Exception as reason:
         return None, {"needs": f"{type(reason).__name__}: {str(reason).splitlines()[0][:200]}"}
     return job.step, {"peak_memory_mb": peak, "tolerance": job.tolerance}
 
 
 def timed(step: Step) -> float:
-    """Seconds of this process that a call takes."""
+    """Return the process time of a call in seconds."""
     gc.collect()
     start = time.process_time()
     step()
@@ -199,7 +199,7 @@ def timed(step: Step) -> float:
 
 
 def serve(commands: IO[str], answers: IO[str]) -> None:
-    """Answers commands until the launch ends."""
+    """Answer commands until the launch ends."""
     steps: dict[str, Step | None] = {}
     for line in commands:
         command = json.loads(line)
@@ -209,7 +209,7 @@ def serve(commands: IO[str], answers: IO[str]) -> None:
         if command["do"] == "build":
             steps[name], answer = build(name, command["result"])
             gc.collect()
-            gc.freeze()  # what lives on is not looked through before each call
+            gc.freeze()  # the collection before each call skips objects that exist already
         else:
             step = steps[name]
             assert step is not None, name
@@ -218,9 +218,9 @@ def serve(commands: IO[str], answers: IO[str]) -> None:
 
 
 def main() -> None:
-    """Imports once; each launch is a copy of this process."""
+    """Import once; each launch is a copy of this process."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what anything else prints is no answer
+    os.dup2(2, 1)  # other code's prints must not look like answers
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     packages = (dpflash, dpflash.kernels, dpflash.accounting)
@@ -244,7 +244,7 @@ def main() -> None:
         if status:
             sys.exit(1)
         print("{}", file=answers, flush=True)
-    # Without the libraries' own tear-down, which takes long and may print.
+    # Skip the tear-down of libraries, which takes long and may print.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""What a call does, which roof of the machine bounds it, and a profile of it."""
+"""Counts the work of a call, compares it with the machine's roofs, and profiles it."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ from dpflash.nn import LongContextLM
 from .timing import Effort, Step, Stopwatch, time_steps
 
 _CPU = torch.device("cpu")
-_KERNELS = 439  # of a step of a model of two blocks, as `dpflash.clipping.tape` counts them
-_LONG_ENOUGH = 0.02  # seconds of the product that is timed
+_KERNELS = 439  # kernels in a step of a model of two blocks, counted by `dpflash.clipping.tape`
+_LONG_ENOUGH = 0.02  # seconds that the timed product takes at least
 # Two roofs within this factor of each other are called balanced.
 _BALANCED = 1.25
-# A call below this fraction of its roof is bound by overhead, for which no roof stands.
+# A call below this fraction of its roof is bound by overhead, which the roofs do not measure.
 _FAR_BELOW = 0.5
-# From this fraction of the device's memory on, memory is what keeps a call from being larger.
+# A call that takes at least this fraction of the device's memory is bound by memory capacity.
 _FULL = 0.8
 
 
 class Work(NamedTuple):
-    """What a call does."""
+    """The work of a call."""
 
-    flops: float  # of matrix products and of attention's pairs; additions are left out
-    moved_bytes: float  # inputs and outputs of each torch operation, once
+    flops: float  # FLOP of matrix products and attention's pairs, without additions
+    moved_bytes: float  # bytes of inputs and outputs, once for each torch operation
 
 
 def count_work(call: Callable[[], object]) -> Work:
-    """Makes one call and counts its work.
+    """Make one call and count its work.
 
-    Attention counts the pairs that its pattern has: 4 D each forward and 10 D backward, or with
-    values of another head dim E 2 (D + E) and 6 D + 4 E.
+    Each pair of attention's pattern counts 4 D FLOP in the forward and 10 D in the backward, or
+    2 (D + E) and 6 D + 4 E if the values have another head dim E.
     """
     counter = FlopCounterMode(display=False, custom_mapping=attention_formulas())
     moved = _MovedBytes()
-    # What is compiled shows no operations.
+    # Operations inside compiled code are not visible.
     with torch.compiler.set_stance("force_eager"), counter, moved:
         call()
     return Work(float(counter.get_total_flops()), float(moved.total))
 
 
 class _MovedBytes(TorchDispatchMode):
-    """Sums the bytes of inputs and outputs of operations, but for views."""
+    """Sums the bytes of inputs and outputs of operations, except views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,10 +80,10 @@ def _is_view(func: Any) -> bool:
 
 
 def measured_roofs(device: torch.device, *, quick: bool = False) -> Ceilings:
-    """FLOP/s and bytes/s of the device, measured with the threads of this process.
+    """Measure FLOP/s and bytes/s of the device, with the threads of this process.
 
-    They are those of the median copy and of the median product of square matrices. "tf32" is
-    float32 with TF32 allowed; dtypes that the device cannot multiply are left out.
+    FLOP/s are those of the median product of square matrices, bytes/s those of the median copy.
+    "tf32" is float32 with TF32 allowed; dtypes that the device cannot multiply are left out.
     """
     is_cuda, trials = device.type == "cuda", 3 if quick else 20
     largest, elements = (8192, 2**28) if is_cuda else (4096, 2**26)
@@ -118,9 +118,9 @@ def measured_roofs(device: torch.device, *, quick: bool = False) -> Ceilings:
 
 
 def measured_ceilings() -> Ceilings:
-    """The roofs of this CPU, what attention and noise reach, and what a small kernel takes.
+    """Measure the roofs of this CPU, the rates of attention and noise, and a small kernel's time.
 
-    Each is that of the median of some calls.
+    Each figure comes from the median of some calls.
     """
     stopwatch, tokens, heads, width = Stopwatch(_CPU), 1024, 4, 64
     q, k, v = (torch.randn(1, heads, tokens, width, requires_grad=True) for _ in range(3))
@@ -165,12 +165,12 @@ def measured_ceilings() -> Ceilings:
 def place_under_roofs(
     work: Work, seconds: float, roofs: Ceilings, dtype: str, memory_fraction: float | None = None
 ) -> dict[str, Any]:
-    """The roofline columns of a row (Williams et al., CACM 52(4), 2009), of one call's work.
+    """Return the roofline columns of a row (Williams et al., CACM 52(4), 2009), for one call.
 
-    "roof" is the lower one, "compute" or "memory", "roof_fraction" the achieved FLOP/s over what
-    it allows, and "bound" is "memory_capacity" (four fifths of the device's memory are taken),
-    else "overhead" (less than half of the roof is reached), "balanced" (the roofs are within a
-    quarter of each other), or by the lower roof "compute_bound" or "memory_bandwidth".
+    "roof" is the lower roof, "compute" or "memory"; "roof_fraction" is the achieved rate over the
+    rate that it allows. "bound" is "memory_capacity" if four fifths of the device's memory are
+    used, else "overhead" if less than half of the roof is reached, else "balanced" if the roofs
+    are within a quarter of each other, else "compute_bound" or "memory_bandwidth" by the roof.
     """
     compute = work.flops / roofs.rate(dtype)
     memory = work.moved_bytes / roofs.bandwidth
@@ -194,7 +194,7 @@ def place_under_roofs(
 
 
 def trace_call(call: Callable[[], object], path: Path) -> Path:
-    """Profiles one call and writes the trace, in Chrome's format, to a path, which it returns."""
+    """Profile one call, write the trace in Chrome's format to `path`, and return `path`."""
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)

@@ -1,11 +1,11 @@
-"""Writes the list of docs/troubleshooting.md: what dpflash raises and warns, from its sources.
+"""Writes the list of dpflash's errors and warnings in docs/troubleshooting.md, from its sources.
 
 python docs/messages.py
 
-Listed is what each `raise`, each `warn(...)` and each function that returns a refusal says: first
-words, cause and remedy; the notes of the command line; then the texts in tables and variables that
-read like messages, since an error may show them. "…" stands for what differs from case to case.
-Left out are errors that dpflash catches itself, and those with no words of their own.
+The list has the message of each `raise`, each `warn(...)` and each function that returns a refusal
+(first words, cause and remedy), the notes of the command line, and texts in tables and variables
+that read like messages, since an error may show them. "…" stands for the part that differs between
+cases. Errors that dpflash catches itself, or that have no text of their own, are left out.
 """
 
 import ast
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "troubleshooting.md"
 BEGIN = "<!-- docs/messages.py writes what follows -->\n"
 FOLDERS = ("dpflash", "kernels", "accounting")
-# What the user was doing -> the sources that raise then; the longest prefix counts.
+# What the user was doing -> prefixes of the sources that raise then; the longest prefix counts.
 DOING = {
     "Calling make_private": "_lazy _validate build config engine opacus_calls optim refusal",
     "The model and its layers": "check clipping grad_rules isolation nn verification",
@@ -36,15 +36,15 @@ DOING = {
     "Audits": "audit",
     "Kernels, devices and compilers": "kernels",
 }
-# Sources whose further texts are reports, tables or helps.
+# Sources whose other texts are reports, tables or help texts.
 REPORTS = ("audit", "cli", "kernels", "noise", "optimize", "patterns", "recommender")
 REPORTS += ("privacy/card", "privacy/public_facts", "train/report")
-# What says an error of the command line, or adds a note to a report, and where.
+# Calls that print an error of the command line or add a note to a report -> their sources.
 NOTES = dict.fromkeys(("print", "error"), ("dpflash/cli/",))
 NOTES["append"] = ("dpflash/cli/doctor", "dpflash/train/report")
 INTERNAL = {"AttributeError", "AssertionError", "Interrupted", "KeyError", "NotCaptured"}
 GAP = "…"
-# A cause, a remedy or a second sentence follows.
+# Matches where a cause, a remedy or a second sentence follows.
 _MESSAGE = re.compile(r"[\w)'\]]: [a-z]|; [a-z]|[a-z)]\. [A-Z]")
 _PROGRAM = re.compile(r"^dpflash: (error: |warning: )?")
 T = TypeVar("T")
@@ -52,7 +52,7 @@ Nodes = Mapping[str, Sequence[ast.AST]]
 
 
 class Sources:
-    """What the sources say.
+    """The messages in the sources.
 
     Args:
         nodes: all nodes of each file, by its path below the repository's root.
@@ -79,7 +79,7 @@ class Sources:
     def texts(
         self, node: ast.expr | None, path: str, given: Mapping[str, str] = MappingProxyType({})
     ) -> list[str]:
-        """What an expression of a file may say, where parameters say what is `given`."""
+        """Return the texts of an expression, for parameters that have the texts `given`."""
         again = partial(self.texts, path=path, given=given)
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             return [node.value]
@@ -102,7 +102,7 @@ class Sources:
         return [GAP]
 
     def said_by(self, call: ast.Call, path: str) -> Iterator[str]:
-        """What an error says, or the function that makes or raises it."""
+        """Yield the messages of an error, or of the function that makes or raises it."""
         if _name(call) not in self.helpers:
             yield from self.texts(call.args[0] if call.args else None, path)
             return
@@ -117,7 +117,7 @@ class Sources:
                 yield from self.texts(error.args[0], path, given) if error.args else ()
 
     def messages(self) -> Iterator[tuple[str, str]]:
-        """(file, message) for each message, some of them several times."""
+        """Yield (file, message) for each message; a message may repeat."""
         helpers = [f for name in self.helpers for f in self.functions[name].values()]
         inside = {id(node) for function in helpers for node in ast.walk(function)}
         for path, nodes in self.nodes.items():
@@ -138,7 +138,7 @@ class Sources:
                 yield from ((path, text) for text in found)
 
     def further(self, listed: str) -> Iterator[tuple[str, str]]:
-        """(file, text) of each text that reads like a message and is in none of those listed."""
+        """Yield (file, text) of each text that reads like a message and is not in `listed`."""
         for path, literals in self.literals.items():
             for text in (text for node in literals for text in self.texts(node, path)):
                 text = " ".join(re.sub("%s|{[^}]*}", GAP, text).split()).lstrip(";., ")
@@ -148,7 +148,7 @@ class Sources:
 
 
 def _literals(nodes: Sequence[ast.AST]) -> Iterator[ast.expr]:
-    """The texts of a file, each as a whole, without docstrings."""
+    """Yield the whole texts of a file, without docstrings."""
     inside = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:  # outer nodes come first
         if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) and id(node) not in inside:
@@ -163,7 +163,7 @@ def _is_report(path: str) -> bool:
 
 
 def _nearest(found: Mapping[str, T], path: str) -> T:
-    """What a file has of a name, else any other's."""
+    """Return the definition of a name in the file `path`, else in any other file."""
     return found[path] if path in found else next(iter(found.values()))
 
 
@@ -185,9 +185,9 @@ def _returns(function: ast.FunctionDef) -> str:
 
 
 def parts_of(message: str) -> tuple[str, str, str]:
-    """First words, cause and remedy of "what: why; remedy" or "what: remedy".
+    """Return first words, cause and remedy of "what: why; remedy" or "what: remedy".
 
-    The first words are such that can be searched: those of the cause where others differ.
+    The first words can be searched: they are the cause's if "what" differs between cases.
     """
     text = re.sub(f"{GAP}+", GAP, " ".join(message.split()))
     found = re.fullmatch(r"(.*?)(?:: (.*?))?(?:(?:; |\. )(.*))?", text)
@@ -202,7 +202,7 @@ def parts_of(message: str) -> tuple[str, str, str]:
     return what, why, remedy if re.search("[a-z]", remedy) else ""
 
 
-# What is set as code: calls, names with values, shapes, names, and what Markdown would read.
+# Matches text to set as code: calls, names with values, shapes, names, and Markdown's symbols.
 _CODE = re.compile(
     r"[\w.…=]*\w\((?!s\))(?:[^()`]|\((?:[^()`]|\([^()`]*\))*\))*\)"
     r"|[\w.…]*[\w…]=(?:\([^()`]*\)|\[[^\]`]*\]|[^\s`,;:)]*)|[\w.]*\[[^\]`]*\]"
@@ -211,20 +211,20 @@ _CODE = re.compile(
 
 
 def _written(text: str) -> str:
-    """As Markdown."""
+    """Return the text as Markdown."""
     halves = text.split("`")
     halves[::2] = [_CODE.sub(lambda found: f"`{found[0]}`", half) for half in halves[::2]]
     return "`".join(halves).replace("``", "")
 
 
 def _place(entry: tuple[str, str, str]) -> tuple[bool, str, str, str]:
-    """What to sort by: entries whose first words are of each case alone come last."""
+    """Return a sort key; entries whose first words differ between cases come last."""
     own = re.sub(r"^[^\w.]+", "", entry[0])
     return not own, own, *entry[1:]
 
 
 def written(nodes: Nodes) -> str:
-    """The list, under headings."""
+    """Return the list, under headings."""
     prefixes = {prefix: name for name, all_of in DOING.items() for prefix in all_of.split()}
     prefixes[""] = "Elsewhere"
     found: dict[str, set[tuple[str, str, str]]] = {name: set() for name in prefixes.values()}
@@ -247,7 +247,7 @@ def written(nodes: Nodes) -> str:
 
 
 def main() -> None:
-    """Write the page anew below its marker."""
+    """Write the part of the page below its marker."""
     files = [p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")]
     trees = {p.relative_to(ROOT).as_posix(): ast.parse(p.read_text()) for p in sorted(files)}
     text = written({path: list(ast.walk(tree)) for path, tree in trees.items()})

@@ -1,13 +1,13 @@
-"""Measures `dpflash audit`: how tight its bounds are, and what it catches and accuses.
+"""Measures `dpflash audit`: how tight its bounds are, which bugs it detects, how often it errs.
 
     python benchmarks/scripts/audit_figures.py --out benchmarks/results/audit.json
 
-Bounds are of honest runs at delta 1e-5 and epsilon 1, 2, 4 and 8: 100,000 scores without
+Bounds come from honest runs at delta 1e-5 and epsilon 1, 2, 4 and 8: 100,000 scores without
 subsampling (1,000 canaries, 100 releases), and 4,000 and a million canaries over 256 releases with
 Poisson sampling at rate 1/8. Seconds are CPU time of one thread.
 `--part power` runs every seeded bug of `tests/dpflash/audit/seeded_bugs.py` 20 times and an honest
-audit 100 times, `--part ranks` those of two ranks 20 times. `--bug NAME` measures the rows of one
-bug again ("none" for honest audits) and keeps the others.
+audit 100 times; `--part ranks` runs the bugs of two ranks 20 times. `--bug NAME` measures only the
+rows of one bug again ("none" for honest audits).
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ BOUNDS = {
     "4,000 canaries, Poisson 1/8, 256 releases": (0.125, 256, 4000, 3),
     "1,000,000 canaries, Poisson 1/8, 256 releases": (0.125, 256, 1_000_000, 1),
 }
-# Sample rate and releases of the runs that are accused or not, with this many canaries and noise.
+# (sample rate, releases) of the runs of `power`, and their canaries and noise multiplier.
 POWER, CANARIES, NOISE = {"no subsampling": (1.0, 4), "Poisson 1/8": (0.125, 16)}, 300, 1.0
 OF_SAMPLING = ("shuffling", "sampling rate 1.1 times the claimed")
 
 
 def audited(rate: float, steps: int, noise: float, bug: str | None = None) -> Audited:
-    """What is audited; with a bug, only the processes of ranks have it."""
+    """Return the audited settings; a bug applies only in the processes of ranks."""
     settings = auditable(
         PrivacyConfig(max_grad_norm=1.0, noise_multiplier=noise),
         PerformanceConfig(),
@@ -66,7 +66,7 @@ def audited(rate: float, steps: int, noise: float, bug: str | None = None) -> Au
 
 
 def bounds() -> list[dict[str, Any]]:
-    """One row for each claim and run."""
+    """Return one row for each claim and run."""
     rows = []
     for name, (rate, steps, canaries, runs) in BOUNDS.items():
         for epsilon in EPSILONS:
@@ -97,7 +97,7 @@ def bounds() -> list[dict[str, Any]]:
 
 
 def power(bug_runs: int, honest_runs: int, only: list[str] | None) -> list[dict[str, Any]]:
-    """How many audits of one process accuse, with each bug and without one."""
+    """Count the audits of one process that refute the claim, for each bug and without one."""
     sys.path.insert(0, str(BUGS))
     import seeded_bugs
 
@@ -106,7 +106,7 @@ def power(bug_runs: int, honest_runs: int, only: list[str] | None) -> list[dict[
         if only and name not in only:
             continue
         for setting, (rate, steps) in POWER.items():
-            # Without subsampling there is nothing to shuffle, and no other rate.
+            # Bugs of sampling need subsampling; other bugs run without it.
             if bug is not None and (name in OF_SAMPLING) != (rate < 1):
                 continue
             reports: list[AuditReport] = []
@@ -123,7 +123,7 @@ def power(bug_runs: int, honest_runs: int, only: list[str] | None) -> list[dict[
 
 
 def ranks(bug_runs: int) -> list[dict[str, Any]]:
-    """How many probes of two ranks accuse, with each bug and without one."""
+    """Count the probes of two ranks that refute the claim, for each bug and without one."""
     sys.path.insert(0, str(BUGS))
     os.environ["PYTHONPATH"] = str(BUGS)
     import seeded_bugs

@@ -1,6 +1,6 @@
-"""What banded noise costs: a private step with it over one with independent noise.
+"""Measures the cost of banded noise: a private step's time over that with independent noise.
 
-The steps take turns in one process of one thread, in process time. All draws have as many samples.
+The steps take turns in one process with one thread, timed by process time. Draws have one size.
 
     python benchmarks/scripts/banded_time.py --json benchmarks/results/DEVICE/banded.json
 """
@@ -32,7 +32,7 @@ PARTS = max(BANDS)
 
 
 def make_step(bands: int | None, batch: int, tokens: int) -> Callable[[], None]:
-    """A private step, with independent noise for None."""
+    """Return a private step with banded noise, or with independent noise if `bands` is None."""
     torch.manual_seed(0)
     shape = (VOCABULARY, WIDTH, LAYERS, HEADS)
     model: Any = dpflash.nn.LongContextLM(*shape, max_seq_len=tokens, tie_embeddings=False)
@@ -68,7 +68,7 @@ def _draw(sampler: Any, index: int) -> list[int]:
 
 
 def measured(effort: Effort, *, batch: int = BATCH, tokens: int = TOKENS) -> list[dict[str, Any]]:
-    """A row for each number of bands: its time over that of independent noise."""
+    """Return a row for each number of bands: its time over that of independent noise."""
     with (
         patch.object(PoissonBatchSampler, "draw", _draw),
         patch.object(CyclicPoissonBatchSampler, "draw", _draw),
@@ -79,7 +79,7 @@ def measured(effort: Effort, *, batch: int = BATCH, tokens: int = TOKENS) -> lis
         seconds = time_steps(steps, effort=effort, stopwatch=stopwatch)
     independent, rows = seconds.pop("None"), []
     for bands, own in seconds.items():
-        ratio = speedup(independent, own)  # of the independent noise
+        ratio = speedup(independent, own)  # speed-up of independent noise
         rows.append(
             {
                 "bands": int(bands),
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=40, help="timed steps of each kind")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    # More than the bands, so that each step has a whole past.
+    # More warm-ups than bands, so that each timed step adds the noise of all bands.
     rows = measured(Effort(warm_ups=PARTS + 4, trials=args.trials))
     for row in rows:
         low, high = row["ci95"]

@@ -1,8 +1,8 @@
-"""What a private step's comparisons cost, and what its trials do.
+"""Measures the cost of a private step's comparisons and of its trials.
 
-Comparisons of batches, weights and options, and seeding, are timed inside of ordinary steps: the
-trials of the first batches are over by then. A step with trials is divided by one without, of
-draws of one size. All times are CPU times of the thread, which other processes disturb little.
+Comparisons of batches, weights and options, and seeding, are timed within ordinary steps, after
+the trials of the first batches. A step with trials is divided by a step without; all draws have
+one size. All times are CPU times of the thread, which other processes disturb little.
 
     python benchmarks/scripts/comparison_time.py --json benchmarks/results/DEVICE/comparisons.json
 """
@@ -54,12 +54,12 @@ COMPARISONS: list[tuple[Any, Callable[..., Any]]] = [
     (LoopSeeds, LoopSeeds.seed),
     (LoopSeeds, LoopSeeds.end),
 ]
-# Contents are compared in one of EVERY steps.
+# dpflash compares contents in one of EVERY steps.
 STEPS, WARM_UP, ENTRIES, VOCABULARY = EVERY, 10, 1024, 256
 
 
 def language_model(width: int = 256, layers: int = 2, dropout: float = 0.0) -> nn.Module:
-    """By default the model of the suite "private-step"."""
+    """Return a language model, by default that of the suite "private-step"."""
     return dpflash.nn.LongContextLM(
         VOCABULARY, width, layers, 8, max_seq_len=256, tie_embeddings=False, dropout=dropout
     )
@@ -71,7 +71,7 @@ CASES: list[tuple[str, Callable[[], nn.Module], int, int]] = [  # name, model, B
     ("llama-lora", lambda: adapted_llama(512, 8, 4), 8, 128),
     ("llama-lora", lambda: adapted_llama(512, 8, 4), 1, 64),
 ]
-# name, width, dropout, B, loss_reduction; of 4 layers and 64 tokens
+# name, width, dropout, B, loss_reduction; all have 4 layers and 64 tokens
 TRIALS: list[tuple[str, int, float, int, str | None]] = [
     ("losses [B]", 512, 0.0, 8, None),
     ("dropout", 512, 0.1, 8, None),
@@ -81,12 +81,12 @@ TRIALS: list[tuple[str, int, float, int, str | None]] = [
     ("small model", 128, 0.0, 8, None),
     ("small model, dropout", 128, 0.1, 8, None),
 ]
-# Releases whose gradients are compared in other places too, and all that are timed.
+# Number of releases whose trials also move samples to other rows, and of timed releases.
 FIRST, RELEASES = 2, 40
 
 
 def measured(make: Callable[[], nn.Module], batch: int, tokens: int, steps: int) -> dict[str, Any]:
-    """Milliseconds of a step, and the part of it that each comparison takes."""
+    """Return the milliseconds of a step, and the fraction of it that each comparison takes."""
     engine, model, optimizer, loader = private(make, batch, tokens)
     batches = endless(loader)
     spent: dict[str, float] = {}
@@ -110,7 +110,7 @@ def measured(make: Callable[[], nn.Module], batch: int, tokens: int, steps: int)
 
 
 def private(make: Callable[[], nn.Module], batch: int, tokens: int, **options: Any) -> Any:
-    """(engine, model, optimizer, loader) of random tokens."""
+    """Return (engine, model, optimizer, loader) for random tokens."""
     torch.manual_seed(0)
     model = make()
     engine = dpflash.PrivacyEngine()
@@ -129,7 +129,7 @@ def private(make: Callable[[], nn.Module], batch: int, tokens: int, **options: A
 def with_trials(
     width: int, dropout: float, batch: int, reduction: str | None, releases: int
 ) -> dict[str, Any]:
-    """Milliseconds of a step without trials, and the ratios to it of those with trials."""
+    """Return the milliseconds of a step without trials, and time ratios of steps with trials."""
     make = functools.partial(language_model, width, 4, dropout)
     engine, model, optimizer, loader = private(make, batch, 64, loss_reduction=reduction)
     reduce = getattr(torch, reduction or "clone")
@@ -156,7 +156,7 @@ def with_trials(
 
 
 def _time(owner: Any, function: Callable[..., Any], spent: dict[str, float]) -> None:
-    """Add the time of a function to `spent` from now on."""
+    """Replace a function of `owner` by one that adds its time to `spent`."""
     spent[key := f"{owner.__name__}.{function.__name__}"] = 0.0
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Loops and models in which a sample's gradient depends on others, with a strength a from 0."""
+"""Loops and models in which a sample's gradient depends on other samples, with a strength a."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _scores(r):
     return (r - r.mean(0)) / (r.std(0, correction=0) + 0.1)
 
 
-# What a loop makes of the losses of a batch, in any layout.
+# Functions that couple the losses of a batch, for all layouts.
 OF_LOSSES = {
     "losses plus a mean": lambda losses, r, a: losses + a * r.mean(),
     "losses times a mean": lambda losses, r, a: losses * (1 + a * r.mean()),
@@ -47,13 +47,13 @@ def _normalized(x, a):
     return x + a * (scores - x.detach())
 
 
-def _routed(h, a):  # by two experts with room for a third of all rows each
+def _routed(h, a):  # two experts have a capacity of a third of all rows each
     is_first = h.detach()[..., 0].flatten() > 0
     place = torch.where(is_first, is_first.cumsum(0), (~is_first).cumsum(0))
     return h * (1 - a * (place > max(1, len(place) // 3)).to(h)).view(h.shape[:-1])[..., None]
 
 
-def _seen(h, a):  # the tokens of a row before this one, of other documents too
+def _seen(h, a):  # attends to all earlier tokens of a row, of other documents too
     count = torch.arange(1, h.shape[1] + 1).to(h)[:, None]
     return h + a * (h.detach().cumsum(1) / count - h.detach())
 
@@ -63,7 +63,7 @@ OF_HIDDEN = {**OF_ROWS, "attention": _seen}
 
 
 class Mix(nn.Module):
-    """A layer that mixes hidden values `[..., D]` of a batch, or of one and the next."""
+    """A layer that mixes hidden values `[..., D]` of one batch, or of consecutive batches."""
 
     def __init__(self, kind, a):
         super().__init__()
@@ -77,7 +77,7 @@ class Mix(nn.Module):
 
 
 class Net(nn.Module):
-    """Hidden values and logits, of vectors, padded texts (means over tokens) or packed tokens."""
+    """Returns hidden values and logits of vectors, padded texts (token means) or packed tokens."""
 
     def __init__(self, layout, kind, a):
         super().__init__()
@@ -130,7 +130,7 @@ def _of_vectors(net, x, y, kind, a):
     if kind == "hard triplets":
         hardest = d[(torch.cdist(d, d) + 1e6 * (y[:, None] == y)).argmin(1)]
         return losses + a * F.relu(2 - (h - hardest).square().sum(1))
-    if kind == "class weights":  # as CrossEntropyLoss(weight) has them in its mean
+    if kind == "class weights":  # as in the mean of CrossEntropyLoss(weight)
         return losses * (1 + a * (weights / weights.mean() - 1))
     return losses
 
@@ -156,9 +156,9 @@ class Run:
     """A training run of one of `CASES`.
 
     Args:
-        change: of the last unit's entry, or "none" for a unit that adds nothing.
-        mutes: whether the loss of the last unit is multiplied by 0, after all else.
-        whole: whether there is one draw, of all units, and nothing is tried.
+        change: change of the last unit's entry, or "none" for a unit that contributes nothing.
+        mutes: whether the final loss of the last unit is multiplied by 0.
+        whole: whether there is a single draw with all units, and no trials.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Run:
         each = 2 if layout == "users" else 1
         self.entries = [_entry(layout, rng) for _ in range((count - 1) * each)]
         self.last, self.mutes = _entry(layout, rng, change), mutes
-        # None cannot be part of a batch, and adds nothing.
+        # An entry None cannot be collated, and contributes nothing.
         self.entries += [None if change == "none" else self.last] * each
         torch.manual_seed(seed)
         self.engine = dpflash.PrivacyEngine(accountant="rdp", seed=seed)
@@ -187,7 +187,7 @@ class Run:
         return self._lightning() if self.loop == "Lightning" else self._plain()
 
     def losses(self, net, batch):
-        """Losses of samples, or their mean; `mutes` sets those of the last unit's entries to 0."""
+        """Return losses of samples, or their mean; `mutes` sets the last unit's losses to 0."""
         kind, a, last = self.kind, self.a, self.last
         if self.layout == "packed":
             losses = _of_documents(net, batch, kind, a)
@@ -260,7 +260,7 @@ class Run:
         options |= {"callbacks": [KeepPrivacy(self.engine)], "accelerator": "cpu"}
         lightning.Trainer(**options).fit(Private())
 
-    def _trainer(self):  # a Llama whose last norm has the coupling behind it
+    def _trainer(self):  # a Llama with the coupling after its last norm
         sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24}
         config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
         model = transformers.LlamaForCausalLM(config)
@@ -296,7 +296,7 @@ class Run:
 
 
 def sum_of(*given, **options):
-    """The clipped sum of one draw of all units, as a vector, with nothing tried."""
+    """Return the clipped sum of one draw of all units, as a vector, without trials."""
     found, release = [], PrivateStep.release
 
     def keep(step, **signal):

@@ -1,8 +1,8 @@
-"""Where the time goes on this GPU: ceilings, each kernel alone, attention, private steps.
+"""Times this GPU's roofs, each kernel alone, attention, and private steps.
 
     python benchmarks/scripts/gpu_time.py attention --json runs/gpu-time.json
 
-Calls that are compared take turns, and each figure is a median; the JSON is written again after
+Calls that are compared take turns, and each figure is a median. The JSON is written again after
 each row. DEVICE=cpu in the environment is a dry run: sizes are tiny and the figures mean nothing.
 """
 
@@ -57,7 +57,7 @@ DRY = DEVICE.type == "cpu"
 DTYPE = "float32" if DRY else "bfloat16"
 CAUSAL = patterns.Dense(causal=True)
 WINDOW = patterns.SlidingWindow(window=1023, causal=True)
-# Tokens are 16,384 in all and heads 2048 / D, as in FlashAttention's figures.
+# 16,384 tokens in total and 2048 / D heads, as in FlashAttention's figures.
 TOKENS = 16384
 
 
@@ -66,14 +66,14 @@ def size(size: int) -> int:
 
 
 def medians(calls: dict[str, Step]) -> dict[str, float]:
-    """Median milliseconds of each call, the calls taking turns."""
+    """Return the median milliseconds of each call; the calls take turns."""
     effort = Effort(1, 1) if DRY else Effort()
     found = time_steps(calls, effort=effort, stopwatch=Stopwatch(DEVICE))
     return {name: 1e3 * statistics.median(seconds) for name, seconds in found.items()}
 
 
 def ceilings() -> Rows:
-    """The measured roofs: of memory and of products."""
+    """Yield the measured roofs of memory and of matrix products."""
     roofs = measured_roofs(DEVICE, quick=DRY)
     yield {"what": "memory, TB/s", "value": roofs.bandwidth / 1e12}
     for dtype, rate in roofs.flops.items():
@@ -81,7 +81,7 @@ def ceilings() -> Rows:
 
 
 def reductions(shapes: Sequence[Sequence[int]]) -> Rows:
-    """The kernels that take all parameters of a model at a time."""
+    """Yield times of the kernels that process all parameters of a model in one call."""
     for width, layers, batch, _ in (map(size, shape) for shape in shapes):
         with torch.device("meta"):
             given = (size(32000), width, layers, max(1, width // 128))
@@ -97,7 +97,7 @@ def reductions(shapes: Sequence[Sequence[int]]) -> Rows:
 
 
 def reduction_calls(shapes: Sequence[torch.Size], batch: int) -> dict[str, tuple[Step, int]]:
-    """Each with the bytes that it reads and writes."""
+    """Return calls, each with the bytes that it reads and writes."""
     given: dict[str, Any] = {"device": DEVICE, "dtype": torch.float64}
     count = sum(shape.numel() for shape in shapes)
     grads = [torch.randn(batch, *shape, device=DEVICE) for shape in shapes]
@@ -132,7 +132,7 @@ def reduction_calls(shapes: Sequence[torch.Size], batch: int) -> dict[str, tuple
 
 
 def products(shapes: Sequence[Sequence[int]], batches: Sequence[int]) -> Rows:
-    """Per-sample gradients of linear layers and their clipped sum, ours beside torch's."""
+    """Yield times of linear layers' per-sample gradients and clipped sums, dpflash and torch."""
     for shape, batch in itertools.product(shapes, batches):
         tokens, inputs, outputs = map(size, shape)
         given: dict[str, Any] = {"device": DEVICE, "dtype": getattr(torch, DTYPE)}
@@ -153,7 +153,7 @@ def products(shapes: Sequence[Sequence[int]], batches: Sequence[int]) -> Rows:
 
 
 def product_calls(batch: int, inputs: int, outputs: int) -> dict[str, Product]:
-    """Of x, dy and factors: gradients of each sample, and sums of all."""
+    """Return functions of x, dy and factors: per-sample gradients, and their sums."""
     wide: dict[str, Any] = {} if DRY else {"out_dtype": torch.float32}
     before = torch.zeros(batch, outputs, inputs, device=DEVICE)
 
@@ -175,10 +175,9 @@ def product_calls(batch: int, inputs: int, outputs: int) -> dict[str, Product]:
 
 
 def same_bits_alone(call: Product, x: Tensor, dy: Tensor) -> bool:
-    """Whether the last sample's gradient has the same bits as in a batch of its own."""
-    # In a sum of all samples the others have factors of 0.
+    """Whether the last sample's gradient has the same bits as in a batch of this sample alone."""
     last = torch.zeros(len(x), device=x.device)
-    last[-1] = 1
+    last[-1] = 1  # factors: a sum then has the last sample only
     among, alone = call(x, dy, last), call(x[-1:], dy[-1:], last[-1:])
     if isinstance(among, Tensor) and among.ndim == 2:
         return torch.equal(among, alone)
@@ -186,7 +185,7 @@ def same_bits_alone(call: Product, x: Tensor, dy: Tensor) -> bool:
 
 
 def eager_and_graph(call: Step) -> dict[str, float]:
-    """Milliseconds of a call: of several in a row that the host launches, and that a graph does.
+    """Return the milliseconds of a call among several, launched by the host and by a CUDA graph.
 
     Data that fits into the last cache stays there.
     """
@@ -211,7 +210,7 @@ def eager_and_graph(call: Step) -> dict[str, float]:
 
 
 def captured(calls: Step) -> Step:
-    """Replays a graph of the calls. Their noise is the same each time: it is released nowhere."""
+    """Return a replay of a graph of the calls. Its noise repeats, but is released nowhere."""
     graph, kept, side = torch.cuda.CUDAGraph(), kernels.Kept(), torch.cuda.Stream()
     with mock.patch.object(noise, "refuse_capture", lambda reason: None):
         with torch.cuda.stream(side):
@@ -235,7 +234,7 @@ def synchronize() -> None:
 
 
 def attention(cases: Sequence[tuple[str, Any, int, int, Sequence[str]]]) -> Rows:
-    """This library and others in turns, each after a check of its result."""
+    """Yield times of dpflash and other libraries in turns, after a check of each result."""
     for name, pattern, head_dim, tokens, others in cases:
         given: dict[str, Any] = {"batch": TOKENS // tokens, "heads": 2048 // head_dim, "seed": 0}
         given.update(tokens=size(tokens), head_dim=head_dim, device=DEVICE.type, dtype=DTYPE)
@@ -257,7 +256,7 @@ def attention(cases: Sequence[tuple[str, Any, int, int, Sequence[str]]]) -> Rows
 
 
 def vendors(cases: Sequence[tuple[bool, int, int]]) -> Rows:
-    """Every kernel of dense and causal calls, and what a sample's bits depend on."""
+    """Yield times of every kernel of dense and causal calls, and whether its bits repeat."""
     for causal, head_dim, tokens in cases:
         shape = (8, 16, size(tokens), size(head_dim))
         q, k, v, do = (torch.randn(shape, device=DEVICE).to(getattr(torch, DTYPE)) for _ in "qkvo")
@@ -275,7 +274,7 @@ def vendors(cases: Sequence[tuple[bool, int, int]]) -> Rows:
             ("flex", "forward+backward", partial(flex_both, causal), (q, k, v, do), 14),
         ]
         for name in (vendor.OWN, vendor.CUDNN, vendor.FA4, vendor.FLASH, vendor.FA4_FAST):
-            if name not in (vendor.FLASH, vendor.FA4_FAST):  # which have a backward alone
+            if name not in (vendor.FLASH, vendor.FA4_FAST):  # these have only a backward
                 calls.append((name, "forward", partial(forward_by, name, inputs), (q, k, v), 4))
             calls.append((name, "backward", partial(backward_by, name, inputs), saved, 10))
         for name, direction, call, given, flops in calls:
@@ -284,7 +283,7 @@ def vendors(cases: Sequence[tuple[bool, int, int]]) -> Rows:
                 start = time.perf_counter()
                 call(*given)
                 synchronize()
-                found["first_ms"] = 1e3 * (time.perf_counter() - start)  # with plan and compiler
+                found["first_ms"] = 1e3 * (time.perf_counter() - start)  # plan and compiler too
                 found |= eager_and_graph(partial(call, *given))
                 found["tflops"] = flops * pairs / found[KERNEL_TIME] / 1e9
                 yield found | bits_of(call, given)
@@ -328,7 +327,7 @@ def flex_of(causal: bool, batch: int, heads: int, tokens: int, head_dim: int) ->
 
 
 def bits_of(call: Kernel, given: Sequence[Tensor]) -> Row:
-    """Whether a call repeats bit for bit, and whether a sample's bits change with the others."""
+    """Return whether a call repeats bit for bit, and whether other samples change its bits."""
 
     def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
         return all(map(torch.equal, found, expected))
@@ -349,7 +348,7 @@ def rotate_both(q: Tensor, k: Tensor, turns: Turns, back: bool) -> list[Tensor]:
 
 
 def rotary(cases: Sequence[tuple[int, int, int]]) -> Rows:
-    """Queries and keys turned by the kernel and by torch's operations, after a check."""
+    """Yield times of rotary positions by the kernel and by torch's operations, after a check."""
     for heads, key_heads, head_dim in cases:
         tokens, dtype = size(TOKENS), getattr(torch, DTYPE)
         packed = torch.randn(1, tokens, heads + 2 * key_heads, head_dim, device=DEVICE)
@@ -377,7 +376,7 @@ def training(
     adapted: bool = False,
     effort: Effort = FULL,
 ) -> Rows:
-    """Training steps in bf16 autocast, the first provider's to be compared with."""
+    """Yield times of training steps in bf16 autocast; the first provider is the baseline."""
     for shape in shapes:
         first: Row = {"ms": math.nan, "peak_gib": math.nan}
         for provider in providers:
@@ -393,7 +392,7 @@ def training(
 
 
 def over(row: Row, first: Row) -> Row:
-    """Time and memory over those of a plain step; a dry run has no memory."""
+    """Return time and memory over those of a plain step; a dry run has no memory."""
     memory = row["peak_gib"] / (first["peak_gib"] or math.nan)
     return {"over_plain": row["ms"] / first["ms"], "memory_over_plain": memory}
 
@@ -408,7 +407,7 @@ def time_training(
     adapted: bool,
     effort: Effort,
 ) -> Row:
-    """Median time until the GPU is done and until the host has queued the step; peak memory."""
+    """Return median times until the GPU is done and the host has queued a step; peak memory."""
     vocabulary, heads = size(32000), max(1, width // 128)
     x, y = torch.randint(0, vocabulary, (2, batch, tokens), device=DEVICE)
 
@@ -418,7 +417,7 @@ def time_training(
             model = dpflash.nn.LongContextLM(*shape, max_seq_len=tokens, pattern=CAUSAL)
             return adapt(model) if adapted else model
 
-    # The model returns losses: the logits of all tokens are never in memory together.
+    # The model returns losses, so that the logits of all tokens are never in memory together.
     task = Task(build, x, y, lambda losses, y: losses, lambda model, x, y: model(x, y), "bfloat16")
     adamw = partial(torch.optim.AdamW, lr=1e-4, fused=True, capturable=provider == GRAPHED)
     kind = NONPRIVATE if provider in (PLAIN, GRAPHED) else provider
@@ -447,7 +446,7 @@ def time_training(
 
 @contextlib.contextmanager
 def attention_of(provider: str) -> Iterator[None]:
-    """Inside, plain models attend by torch's kernels: cuDNN's where there is one."""
+    """Let plain models use torch's attention in this context: cuDNN's if there is one."""
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -465,7 +464,7 @@ def attention_of(provider: str) -> Iterator[None]:
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer in 16 bit, and LoRA of rank 16 beside it."""
+    """A frozen linear layer in 16 bit with LoRA of rank 16."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -479,7 +478,7 @@ class Adapted(nn.Module):
 
 
 def adapt(model: dpflash.nn.LongContextLM) -> nn.Module:
-    """The model frozen, with adapters on the linear layers of its blocks."""
+    """Return the model, frozen, with adapters on the linear layers of its blocks."""
     model.requires_grad_(False)
     for name, module in list(model.blocks.named_modules()):
         if isinstance(module, nn.Linear):
@@ -488,7 +487,7 @@ def adapt(model: dpflash.nn.LongContextLM) -> nn.Module:
 
 
 def lora(models: Sequence[tuple[str, int, int]], lengths: Sequence[int]) -> Rows:
-    """Adapters on models with random weights: few of their layers, and all by the difference."""
+    """Yield times of adapters on models with random weights: few layers, and all, extrapolated."""
     (few, many), providers = (2, 4), (PLAIN, AUTO, "dpflash-per_layer")
     for (name, width, layers), tokens in itertools.product(models, lengths):
         shapes = [(width, depth, LORA_TOKENS // tokens, tokens) for depth in (few, many)]
@@ -517,13 +516,13 @@ PATTERNS = (
     ("window 1024", WINDOW, 128, TOKENS, ()),
     ("longnet", patterns.Dilated(**SEGMENTS, causal=True), 128, TOKENS, ()),
 )
-# FlexAttention is a part of its own because compiling it takes long.
+# FlexAttention is a separate part because compiling it takes long.
 WITH_FLEX = (("causal", CAUSAL, 128, TOKENS, FLEX), ("window 1024", WINDOW, 128, TOKENS, FLEX))
-# torch's attention in a plain step; NONPRIVATE has ours.
+# A plain step with torch's attention; NONPRIVATE uses dpflash's attention.
 PLAIN = "nonprivate-sdpa"
-# The same in one CUDA graph, and a private step with captured forward and backward.
+# PLAIN in one CUDA graph, and a private step with captured forward and backward.
 GRAPHED, CAPTURED = "nonprivate-sdpa-graph", "dpflash-captured"
-# What the speed of a kernel is computed from, and how many calls a graph has.
+# The column from which the speed of a kernel is computed, and the number of calls in a graph.
 KERNEL_TIME, REPEATS = ("eager_ms", 1) if DRY else ("graph_ms", 10)
 # Tokens, inputs and outputs: projections, MLPs of a short and of a long sequence, an adapter.
 PRODUCTS = (
@@ -533,7 +532,7 @@ PRODUCTS = (
 # Width and layers of 0.9 and 6.6 billion parameters with MLPs four times as wide.
 MODELS = (("1B", 2048, 16), ("7B", 4096, 32))
 LORA_TOKENS = 32768
-# Width, layers, batch and tokens of a step.
+# Width, layers, batch and tokens per step.
 SHAPES = ((1024, 12, 8, 4096), (512, 4, 4, 1024))
 LONG_SHAPES = ((1024, 12, 4, 4096), (1024, 12, 1, 16384), (1024, 12, 1, 32768))
 PARTS: dict[str, Callable[[], Rows]] = {

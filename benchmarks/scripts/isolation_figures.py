@@ -2,14 +2,15 @@
 
     python benchmarks/scripts/isolation_figures.py --out benchmarks/results/isolation.json
 
-`power`: runs with the couplings of `couplings.py` at strengths a from 0 (honest) to 1. `refused`
-counts those that ended before the fourth release, `verified` the others with `engine.verified`
-True at the end. `total` is how far one unit moves the clipped sum of a draw, in units of C: the
-most over two entries and bounds, beside a draw in which the unit adds nothing. `others` is how
-far the sum of the other units moves; a unit with a gradient in that direction moves the whole sum
-by 1 + `others`. Both are null where a trainer refuses the run with trials off too. `unseen`: rows
-with `total` or 1 + `others` above 1.001 and a run that was not refused. `honest`: the runs of
-`tests/end_to_end/test_honest_runs.py`, and on two processes `ranks`; `--seed N` repeats one.
+`power` has runs with the couplings of `couplings.py` at strengths a from 0 (honest) to 1.
+`refused` counts the runs that ended before the fourth release, `verified` the other runs whose
+`engine.verified` is True at the end. `total` is how far one unit moves the clipped sum of a draw
+from that of a draw in which it contributes nothing, over the bound C: the largest value for two
+entries and bounds. `others` is how far it moves the sum of the other units; a unit with a gradient
+in that direction moves the whole sum by 1 + `others`. Both are null if a trainer refuses the run
+without trials too. `unseen` has rows with `total` or 1 + `others` above 1.001 and a run that was
+not refused. `honest` has the runs of `tests/end_to_end/test_honest_runs.py`, and `ranks` runs of
+them on two processes; `--seed N` repeats one run.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from dpflash.bench.environment import environment  # noqa: E402
 
 STRENGTHS = (0.0, *(10.0**k for k in range(-6, 1)))
 BOUNDS, CHANGES, CLAIMED = (1.0, 8.0), ("", "large"), 1.001
-NAMES = ("kind", "layout", "units", "loop")  # `units` of a microbatch
+NAMES = ("kind", "layout", "units", "loop")  # `units` per microbatch
 
 
 def power(case, a, runs):
-    """A row: the figures of a coupling with one strength."""
-    made, is_trainer = [], case[1] == "tokens"  # whose made-up entries raise a ValueError
+    """Return a row with the figures of a coupling with one strength."""
+    made, is_trainer = [], case[1] == "tokens"  # a trainer's made-up entries raise a ValueError
     for seed in range(runs):
         run = couplings.Run(*case, a, seed)
         try:
@@ -72,7 +73,7 @@ def power(case, a, runs):
 
 
 def honest(seed, world=None):
-    """A row: what was refused of the run of a seed, or why there is none."""
+    """Return a row with what was refused in the run of a seed, or why the run was not made."""
     row = {"seed": seed, "architecture": honest_runs.choices(seed)["architecture"]}
     given = (honest_runs.__file__, "train", 2)
     try:
@@ -109,17 +110,17 @@ def main():
         return
     jobs = []
     for case in couplings.CASES[:: 5 if args.quick else 1]:
-        # Within a microbatch of one sample there is nothing to couple.
+        # A microbatch of one sample has no other samples to couple with.
         is_short = args.quick or (case[2] == 1 and case[0] != "state")
         jobs += [(case, a, 1 if args.quick else 5) for a in STRENGTHS[:: 7 if is_short else 1]]
     jobs += range(40 if args.quick else 3200)
-    part = args.out.with_suffix(".part")  # what an interrupted campaign has made
+    part = args.out.with_suffix(".part")  # rows of an interrupted campaign
     rows = dict(map(json.loads, part.read_text().splitlines())) if part.exists() else {}
     left = [job for job in jobs if json.dumps(job) not in rows]
     random.Random(0).shuffle(left)
     left.sort(
         key=lambda job: isinstance(job, int) or job[1] < CLAIMED - 1
-    )  # the strong ones first
+    )  # strong couplings first
     with multiprocessing.get_context("spawn").Pool(2) as pool, part.open("a") as file:
         for key, row in tqdm(pool.imap_unordered(_work, left), total=len(left)):
             rows[key] = row

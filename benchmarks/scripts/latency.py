@@ -1,7 +1,7 @@
-"""Time of training steps of two ranks whose messages travel 5 ms, over that of the same without.
+"""Measures how much messages that take 5 ms slow down the training steps of two ranks.
 
 Two network namespaces stand for two hosts, each with one rank. A process carries the packets
-between their TUN devices and holds each back, where a rank asks for it. Needs Linux and root.
+between their TUN devices and, if a rank asks for it, delays each packet. Needs Linux and root.
 
     sudo python benchmarks/scripts/latency.py --json benchmarks/results/cpu-epyc/latency.json
 """
@@ -37,7 +37,7 @@ from dpflash.bench.scaling_tasks import PrivateTraining, TrainingCase, plain_ste
 
 HOSTS, LINK = ("dpflash-a", "dpflash-b"), "tun0"
 ADDRESSES, PORT = ("10.79.0.1", "10.79.0.2"), "29517"
-PACKET = 9000  # bytes, as of the networks of clusters
+PACKET = 9000  # bytes, as in the networks of clusters
 SECONDS = 5e-3
 ROUNDS = 15
 CASES = {
@@ -49,7 +49,7 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 
 
 class Delay:
-    """Seconds by which packets are held back, which all processes share through a file."""
+    """The seconds by which packets are delayed; processes share the value through a file."""
 
     def __init__(self, path: str) -> None:
         with open(path, "r+b") as file:
@@ -70,7 +70,7 @@ def ip(*words: str) -> None:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[list[int]]:
-    """Namespaces with a TUN device each; the files are the devices' other ends."""
+    """Make two namespaces with a TUN device each; yield file descriptors of the devices."""
     ends: list[int] = []
     try:
         for host, address in zip(HOSTS, ADDRESSES, strict=True):
@@ -85,7 +85,7 @@ def two_hosts() -> Iterator[list[int]]:
             ip("-n", host, "addr", "add", f"{address}/24", "dev", LINK)
             for link in ("lo", LINK):
                 ip("-n", host, "link", "set", link, "up")
-            # As hosts far apart are set: a connection that waited sends as fast as before.
+            # The usual setting of distant hosts: an idle connection does not slow down.
             setting = "net.ipv4.tcp_slow_start_after_idle=0"
             ip("netns", "exec", host, "sysctl", "-qw", setting)
         yield ends
@@ -97,7 +97,7 @@ def two_hosts() -> Iterator[list[int]]:
 
 
 def carry(ends: list[int], path: str) -> None:
-    """Carries packets both ways, each as late as the delay says when it came."""
+    """Carry packets both ways, each delayed by the delay at its arrival."""
     delay = Delay(path)
     late: dict[int, collections.deque[tuple[float, bytes]]]
     late = {end: collections.deque() for end in ends}
@@ -117,7 +117,7 @@ def carry(ends: list[int], path: str) -> None:
 
 
 def run_rank(rank: int, path: str) -> None:
-    """Rank 0 prints the seconds of each round by case, step and delay as JSON."""
+    """Run steps; rank 0 prints the seconds of each round by case, step and delay as JSON."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     place, delay = Place(rank, 2, torch.device("cpu")), Delay(path)
@@ -173,7 +173,7 @@ def measure() -> dict[str, Any]:
 
 
 def ratios(times: dict[str, list[float]]) -> dict[str, float]:
-    """The median of the rounds' ratios of late to prompt steps, by kind of step."""
+    """Return the median ratio of steps with delay to steps without, by kind of step."""
     found = {}
     for kind in ("private", "plain"):
         prompt, late = times[f"{kind} 0 ms"], times[f"{kind} {1e3 * SECONDS:g} ms"]

@@ -1,20 +1,20 @@
-"""When does private training on long contexts pay? Quality at equal epsilon.
+"""When does private training on long contexts pay? Compares quality at equal epsilon.
 
-"recall": documents of 32,768 tokens with one token to be recalled at the end, whose distance from
-it is log-uniform. The model has recalled such tokens of public documents of up to 8,192 tokens. It
-is trained privately on the last T tokens of each document to answer by another code: its
-attention, and a new head.
+"recall": documents of 32,768 tokens, at whose end one earlier token must be recalled; its distance
+from the end is log-uniform. The model was trained on public documents of up to 8,192 tokens. Its
+attention and a new head are then trained privately, on the last T tokens of each document, to
+answer by another code.
 
-"source": a model of bytes trained from scratch by `dpflash train` on Python files of this machine:
-on one window of each file, on whole files packed, and with folders as units.
+"source": a byte-level model trained from scratch by `dpflash train` on Python files of this
+machine: on one window of each file, on whole packed files, and with folders as units.
 
     python benchmarks/scripts/long_context.py recall --rows ROWS.jsonl
 
-"public": what the recall models know before they are trained privately. "speed": private steps of
-these models, which take turns.
+"public": accuracy of the recall models before private training. "speed": private steps of these
+models, which take turns.
 
-A row is appended after each run; runs whose rows are in the file are not made again. "draw" makes
-the picture of all rows beside the file.
+A row is appended after each run; runs whose rows are in the file are skipped. "draw" draws all
+rows into a picture in the file's folder.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from dpflash.patterns import BlockSparse, Dense, Dilated, Pattern, SlidingWindow
 Row = dict[str, Any]
 EPSILONS, DELTA, MAX_GRAD_NORM = (3.0, 8.0), 1e-5, 1.0
 
-# Recall: tokens of a document, and the least distance of its value.
+# Recall: tokens of a document, and the smallest distance of its value from the end.
 LENGTH, NEAREST = 32_768, 8
 TOKENS = (2048, 8192, 32_768)
 FILLERS, VALUES, VOCABULARY = 48, 8, 64
 QUESTION = VOCABULARY - 1
 DOCUMENTS, HELD_OUT, BATCH, STEPS, LEARNING_RATE = 2048, 256, 32, 16, 3.0
 TIMED = 3
-# Tokens, batch size, steps and highest learning rate of the public training's phases.
+# Tokens, batch size, steps and highest learning rate of the phases of public training.
 PUBLIC = ((256, 64, 400, 1e-2), (1024, 16, 100, 1e-2), (2048, 16, 60, 5e-3), (8192, 4, 40, 5e-3))
 
-# Source: files of so many bytes.
+# Source: sizes of files in bytes, and numbers of files.
 SHORTEST, LONGEST, FILES, HELD_OUT_FILES = 200, 4096, 4096, 256
 CHOICES = {
     "a window of each file": [],
@@ -81,7 +81,7 @@ REPORTED = (
 
 
 def patterns(tokens: int) -> dict[str, Pattern]:
-    """The attention of each model; LongNet's lengths are those of its paper, scaled to T."""
+    """Return the attention of each model; LongNet's lengths are its paper's, scaled to T."""
     lengths = (tokens // 16, tokens // 4, tokens)
     return {
         "dense": Dense(causal=True),
@@ -91,9 +91,9 @@ def patterns(tokens: int) -> dict[str, Pattern]:
 
 
 def dense_at_the_end(tokens: int, block: int = 64) -> Pattern:
-    """Dense attention of the last block of tokens; the others see their own block.
+    """Return a pattern in which the last block sees all tokens, and other blocks see themselves.
 
-    In a model of one layer with a loss at the last position alone, losses and gradients are those
+    In a model of one layer whose loss is at the last position only, losses and gradients are those
     of dense attention.
     """
     count = -(-tokens // block)
@@ -102,17 +102,17 @@ def dense_at_the_end(tokens: int, block: int = 64) -> Pattern:
 
 
 def attention_of(pattern: str, tokens: int) -> Pattern:
-    """The attention of a model with a loss at the last position."""
+    """Return the attention of a model with a loss at the last position."""
     if pattern == "dense" and tokens == TOKENS[-1]:
         return dense_at_the_end(tokens)
     return patterns(tokens)[pattern]
 
 
 class Recall(Dataset[tuple[Tensor, Tensor]]):
-    """Documents of random tokens, of which one is a value; the answer to each value is its code.
+    """Documents of random tokens, one of which is a value; the answer to a value is its code.
 
-    Documents of one key (below 2^11) and index (below 2^21) are the same, whatever T is: the last
-    `tokens` of the `length` of a document.
+    An item has the last `tokens` of the `length` tokens of a document. The document depends only
+    on key (below 2^11) and index (below 2^21).
     """
 
     def __init__(self, key: int, size: int, length: int, tokens: int, code: Tensor) -> None:
@@ -123,7 +123,7 @@ class Recall(Dataset[tuple[Tensor, Tensor]]):
         return self.size
 
     def distance(self, index: int) -> int:
-        """Tokens from the value to the end of a document."""
+        """Return the number of tokens from the value to the end of a document."""
         generator = self._generator(index)
         low, high = math.log(NEAREST), math.log(self.length - 1)
         return int(math.exp(low + (high - low) * float(torch.rand((), generator=generator))))
@@ -161,7 +161,7 @@ def recall_model(pattern: Pattern) -> LongContextLM:
 
 
 def public_weights(seed: int, folder: Path) -> dict[str, Tensor]:
-    """Of a dense model that recalls, trained on public documents of growing lengths."""
+    """Return the weights of a dense model that recalls, trained on growing public documents."""
     path = folder / f"public-{seed}.pt"
     if not path.exists():
         torch.manual_seed(seed)
@@ -184,7 +184,7 @@ def public_weights(seed: int, folder: Path) -> dict[str, Tensor]:
 
 
 def private_code(seed: int) -> Tensor:
-    """No value has its public answer."""
+    """Return a code in which no value has its public answer."""
     shift = 1 + seed % (VALUES - 1)
     return (torch.arange(VALUES) + shift) % VALUES
 
@@ -192,7 +192,7 @@ def private_code(seed: int) -> Tensor:
 def private_steps(
     tokens: int, pattern: Pattern, noise: float, seed: int, weights: dict[str, Tensor]
 ) -> tuple[LongContextLM, Iterator[int], dpflash.PrivacyEngine]:
-    """The model, and an iterator that makes a step and returns its drawn documents."""
+    """Return the model, an iterator that makes steps and yields their numbers of rows, engine."""
     data = Recall(seed, DOCUMENTS, LENGTH, tokens, private_code(seed))
     model = recall_model(pattern)
     model.load_state_dict(weights)
@@ -226,7 +226,7 @@ def private_steps(
 
 
 def hits(model: nn.Module, data: Recall) -> Tensor:
-    """Which documents have the right answer."""
+    """Return for each document whether the model's answer is right."""
     found = []
     with torch.no_grad():
         for x, y in DataLoader(data, batch_size=max(1, 16 * 2048 // data.tokens)):
@@ -235,7 +235,7 @@ def hits(model: nn.Module, data: Recall) -> Tensor:
 
 
 def recall_run(tokens: int, pattern: str, epsilon: float, seed: int, folder: Path) -> Row:
-    """Accuracy on held-out documents after private training."""
+    """Return the accuracy on held-out documents after private training."""
     noise = get_noise_multiplier(
         target_epsilon=epsilon,
         target_delta=DELTA,
@@ -266,7 +266,7 @@ def recall_run(tokens: int, pattern: str, epsilon: float, seed: int, folder: Pat
 
 
 def public_run(tokens: int, seed: int, folder: Path) -> Row:
-    """Accuracy of the dense public model on public documents of T tokens."""
+    """Return the accuracy of the dense public model on public documents of T tokens."""
     model = recall_model(attention_of("dense", tokens))
     model.load_state_dict(public_weights(seed, folder))
     data = Recall(900 + seed, HELD_OUT // 2, tokens, tokens, torch.arange(VALUES))
@@ -274,7 +274,7 @@ def public_run(tokens: int, seed: int, folder: Path) -> Row:
 
 
 def speeds(seed: int, folder: Path) -> list[Row]:
-    """Tokens per second of private steps, of which the first of each model does not count."""
+    """Return tokens per second of private steps, without the first step of each model."""
     weights = public_weights(seed, folder)
     configs = list(itertools.product(TOKENS, patterns(TOKENS[0])))
     models = [
@@ -301,7 +301,7 @@ def speeds(seed: int, folder: Path) -> list[Row]:
 def write_files(out: Path) -> None:
     """Copy files of this Python's packages into `out`, as `data/FOLDER/` and `held-out/FOLDER/`.
 
-    A folder of a package is one here, and is held out as a whole.
+    Each folder of a package becomes one FOLDER, which is held out as a whole or not at all.
     """
     root = Path(sysconfig.get_path("purelib"))
     folders: dict[Path, list[Path]] = {}
@@ -325,7 +325,7 @@ def write_files(out: Path) -> None:
 
 
 def digest(folder: Path) -> str:
-    """SHA-256 of the names and contents of all files."""
+    """Return the SHA-256 of the names and contents of all files."""
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         total.update(f"{path.relative_to(folder)}\n".encode())
@@ -334,7 +334,7 @@ def digest(folder: Path) -> str:
 
 
 def source_run(choice: str, epsilon: float, seed: int, folder: Path) -> Row:
-    """What `dpflash train` reports."""
+    """Return the report of `dpflash train`."""
     if not (folder / "data").exists():
         write_files(folder)
     with tempfile.TemporaryDirectory() as out:
@@ -349,7 +349,7 @@ def source_run(choice: str, epsilon: float, seed: int, folder: Path) -> Row:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Means over seeds, and the least and greatest of them."""
+    """Draw means over seeds, with the smallest and the largest value."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.4), layout="constrained")

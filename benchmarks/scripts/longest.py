@@ -1,7 +1,8 @@
-r"""Memory and time of training steps on very long sequences, plain and private.
+r"""Measures memory and time of training steps on very long sequences, plain and private.
 
-A LongContextLM with LongNet's attention, one sample a step, activation checkpointing and a loss in
-chunks, in a fresh process with one core; seconds are processor time of the second of two steps.
+The model is a LongContextLM with LongNet's attention, activation checkpointing and a loss in
+chunks. A fresh process with one core makes two steps on one sample; seconds are the processor time
+of the second step.
 
     python benchmarks/scripts/longest.py --json benchmarks/results/cpu-epyc/longest.json
 """
@@ -31,11 +32,11 @@ from dpflash.patterns import Dilated, Pattern
 
 LENGTHS = (2**17, 2**18, 2**19, 2**20)
 WIDTH, LAYERS, HEADS, VOCABULARY, KEYS = 32, 2, 2, 64, 256
-SECONDS = 600.0  # of a call
+SECONDS = 600.0  # time limit of a call
 
 
 def longnet(tokens: int) -> Pattern:
-    """Each query has at most KEYS keys in each branch, so that work is linear in T."""
+    """Return LongNet's attention with at most KEYS keys per query and branch: work linear in T."""
     return Dilated(
         segment_lengths=(KEYS, 16 * KEYS, tokens),
         dilation_rates=(1, 16, tokens // KEYS),
@@ -44,7 +45,7 @@ def longnet(tokens: int) -> Pattern:
 
 
 def step_of(place: Place, tokens: int, is_private: bool, pattern: Pattern) -> Callable[[], None]:
-    """One training step on one sample of all ranks."""
+    """Return a training step on one sample by all ranks."""
     torch.manual_seed(0)
     model: Any = dpflash.nn.LongContextLM(
         VOCABULARY,
@@ -93,7 +94,7 @@ def step_of(place: Place, tokens: int, is_private: bool, pattern: Pattern) -> Ca
 
 
 def two_steps(place: Place, tokens: int, is_private: bool) -> dict[str, float | None]:
-    """Peak memory of two steps in MiB, and processor seconds of the second."""
+    """Return the peak memory of two steps in MiB, and the processor seconds of the second."""
     step, seconds = step_of(place, tokens, is_private, longnet(tokens)), 0.0
 
     def twice() -> None:

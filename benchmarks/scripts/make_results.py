@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def made(root: Path) -> dict[Path, str]:
-    """The text of each file to be."""
+    """Return the text of each file to write."""
     results, page = root / "benchmarks" / "results", root / "benchmarks" / "RESULTS.md"
     devices = [load(results, device) for device in device_names(results)]
     measured = [
@@ -42,7 +42,7 @@ def made(root: Path) -> dict[Path, str]:
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
-    """Exit status: 1 where --check found a file that the JSON does not give."""
+    """Write the files; return the exit status, 1 if --check found a file that would change."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 where a file would change"

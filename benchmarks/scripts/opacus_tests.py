@@ -1,13 +1,13 @@
-"""Runs the tests that Opacus ships of its engine on dpflash, changed as docs/opacus.md says.
+"""Runs Opacus' own tests of its engine on dpflash, changed as docs/opacus.md describes.
 
     python benchmarks/scripts/opacus_tests.py --out benchmarks/results/opacus-tests.json
 
-Changed are their loop, in which a step is a release, and the arguments of `make_private`. Each
-test that fails has a reason from `REASONS`, a regular expression that its error contains; one
-without a reason is listed under "unexplained", and the exit status is 1. Random examples of
-hypothesis are cut to two. The classes "...HooksTest" repeat others with `wrap_model=False`, which
-means nothing here, and are left out. torchvision is not needed: its random images are made here,
-and tests of its models are among those that fail.
+The script changes the tests' training loop, in which a step is a release, and the arguments of
+`make_private`. Each failure has a reason from `REASONS`, a regular expression that its error
+contains. A failure without a reason is listed under "unexplained", and the exit status is then 1.
+Hypothesis makes only two random examples. The classes "...HooksTest" are left out, since they
+repeat others with `wrap_model=False`, which means nothing in dpflash. torchvision is not needed:
+its random images are made here, and tests of its models are among those that fail.
 """
 
 import argparse
@@ -40,7 +40,7 @@ REASONS = {
 
 
 class Engine:
-    """The engine, with the arguments changed."""
+    """A PrivacyEngine whose `make_private` takes the tests' arguments."""
 
     get_compatible_module = staticmethod(dpflash.PrivacyEngine.get_compatible_module)
 
@@ -63,7 +63,7 @@ def _changed(make_private, *, max_grad_norm, wrap_model=True, **options):
 
 
 def train(case, model, optimizer, loader, max_steps=None, *, closure=False):
-    """Train for one epoch, or for so many releases."""
+    """Train for one epoch, or for `max_steps` releases."""
     steps = 0
     while max_steps is None or steps < max_steps:
         for x, y in loader:
@@ -83,7 +83,7 @@ def train(case, model, optimizer, loader, max_steps=None, *, closure=False):
 
 
 def stand_in_for_torchvision():
-    """Random images, as the tests make them, without torchvision."""
+    """Provide the tests' random images without torchvision."""
 
     def absent(*_, **__):
         raise ModuleNotFoundError("torchvision")

@@ -1,18 +1,18 @@
-"""Fine-tunes a pretrained text model privately: banded beside other noise at equal epsilon.
+"""Fine-tunes a pretrained text model privately, with banded and other noise at equal epsilon.
 
-The model is the table of token embeddings of the package wordllama, averaged over a text, and a
-new linear classifier. The task is to name the section of a Debian package from its one-line
-description; a user is a maintainer. `--wheel` and `--packages` are
+The model averages the token embeddings of the package wordllama over a text and applies a new
+linear classifier. The task is to predict the section of a Debian package from its one-line
+description; a user is a maintainer. These commands give the files `--wheel` and `--packages`:
 
     pip download --no-deps wordllama==0.4.0.post1
     /usr/lib/apt/apt-helper cat-file /var/lib/apt/lists/*_main_binary-amd64_Packages* > Packages
 
-and opake has to be installed (pip install 'opake[dpftrl]==0.16.1').
+opake must be installed (pip install 'opake[dpftrl]==0.16.1').
 
     python benchmarks/scripts/pretrained.py --wheel FILE.whl --packages Packages --runs RUNS.jsonl
 
-A line is appended to RUNS after each run; runs whose lines are in it are not made again. The
-results and their picture are written beside `--out` (benchmarks/results/pretrained.json).
+A line is appended to RUNS after each run; runs whose lines are in RUNS are skipped. The results
+are written to `--out` (benchmarks/results/pretrained.json), and their picture beside it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from dpflash.noise import Banded, compare_bands
 
 TUNINGS, UNITS, EPSILONS = ("frozen", "LoRA", "full"), ("entry", "user"), (1.0, 3.0, 8.0)
 METHODS = ("independent", "banded", "Opacus", "opake", "opake banded")
-# With dpflash's independent noise, at epsilon 3; all other methods are plain gradient descent.
+# Methods with dpflash's independent noise at epsilon 3; all other methods use plain SGD.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
     "AdamW": functools.partial(torch.optim.AdamW, betas=(0.9, 0.99), weight_decay=0.0),
@@ -54,17 +54,17 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 NONPRIVATE = "no privacy"
 DELTA, MAX_GRAD_NORM = 1e-5, 1.0
 SECTIONS, TOKENS, WIDTH, RANK = 30, 16, 128, 8
-# Units of a step, epochs, and entries of a unit in one step.
+# Privacy unit -> units per step, epochs, and entries of a unit in one step.
 RUN = {"entry": (250, 3, 1), "user": (100, 5, 8)}
 SEEDS, TUNING_SEED = range(5), 100
-# And on by factors of 2 while the best is the first or last.
+# The rates are extended by factors of 2 as long as the best rate is the first or last one.
 LEARNING_RATES, OTHER_RATES = (4.0, 8.0), {"momentum": (0.4, 0.8), "AdamW": (0.01, 0.02)}
 OTHER_RATES["AdamBC"] = OTHER_RATES["AdamW"]
 PAD, UNKNOWN = 0, 1
 
 
 class Texts(NamedTuple):
-    """`[N, TOKENS]` tokens, `[N]` sections, and the maintainer of each."""
+    """Tokens `[N, TOKENS]`, sections `[N]`, and the maintainer of each text."""
 
     tokens: Tensor
     labels: Tensor
@@ -72,7 +72,7 @@ class Texts(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What is private, for each unit, what is held out, what is public, and the table."""
+    """Private texts for each unit, held-out texts, public texts, and the table of embeddings."""
 
     private: dict[str, Texts]
     test: Texts
@@ -84,7 +84,7 @@ class Task(NamedTuple):
 def make_task(wheel: Path, packages: Path) -> Task:
     """Read the model and the texts; packages of one source are all private, held out or public.
 
-    The public tenth alone decides sections, vocabulary and learning rates.
+    Sections, vocabulary and learning rates depend only on the public texts, a tenth of all texts.
     """
     from safetensors.torch import load
     from tokenizers import Tokenizer
@@ -120,7 +120,7 @@ def make_task(wheel: Path, packages: Path) -> Task:
         entries = [entry for entry in entries if entry["Section"] in sections]
         tokens = torch.full((len(entries), TOKENS), PAD)
         for row, ids in zip(tokens, encode(entries), strict=True):
-            # A text of no known token is one of one unknown token.
+            # A text without known tokens becomes one unknown token.
             known = [own[i] for i in ids if i in own] or [UNKNOWN]
             row[: len(known)] = torch.tensor(known)
         labels = torch.tensor([sections[entry["Section"]] for entry in entries])
@@ -129,7 +129,7 @@ def make_task(wheel: Path, packages: Path) -> Task:
     rows = torch.zeros(len(vocabulary) + 2, WIDTH)
     rows[2:] = table[torch.tensor(vocabulary), :WIDTH].float()
     private, test, public = (texts(splits[name]) for name in ("private", "test", "public"))
-    # Half of the texts, where each is a unit, still are nine times as many as the users.
+    # If each text is a unit, half of the texts still are nine times as many units as users.
     half = Texts(private.tokens[::2], private.labels[::2], private.maintainers[::2])
     about = {
         "wheel": wheel.name,
@@ -145,7 +145,7 @@ def make_task(wheel: Path, packages: Path) -> Task:
 
 
 class Classifier(nn.Module):
-    """Sections from the mean of a text's token embeddings; `tuning` says what is trained."""
+    """Predicts sections from the mean of a text's token embeddings; `tuning`: what is trained."""
 
     def __init__(self, table: Tensor, tuning: str) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Classifier(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """`[..., SECTIONS]`, from `[..., TOKENS]`."""
+        """Return scores `[..., SECTIONS]` of tokens `[..., TOKENS]`."""
         flat = tokens.flatten(1)
         embedded = self.table(flat)
         if self.down is not None and self.up is not None:
@@ -173,7 +173,7 @@ class Classifier(nn.Module):
 
 
 class Users(Dataset):
-    """A user as one entry: up to k own texts, drawn anew, and rows without tokens after them."""
+    """Users as entries: up to k texts, drawn anew each time, followed by rows without tokens."""
 
     def __init__(self, texts: Texts, k: int) -> None:
         owned = defaultdict(list)
@@ -195,7 +195,7 @@ class Users(Dataset):
 
 
 def losses_of(scores: Tensor, labels: Tensor) -> Tensor:
-    """`[B]`: cross-entropies of single texts, or means over those of a user."""
+    """Return cross-entropies `[B]` of single texts, or their means over the texts of a user."""
     if labels.ndim == 1:
         return nn.functional.cross_entropy(scores, labels, reduction="none")
     each = nn.functional.cross_entropy(scores.transpose(1, 2), labels, reduction="none")
@@ -203,7 +203,7 @@ def losses_of(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 class Setting(NamedTuple):
-    """A run, but for its learning rate and seed."""
+    """A run without its learning rate and seed."""
 
     method: str
     unit: str
@@ -212,7 +212,7 @@ class Setting(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a method needs to train: all but no privacy draw about `batch` of `units`."""
+    """The inputs of a method's training; private methods draw about `batch` of `units` units."""
 
     setting: Setting
     private: Texts
@@ -232,25 +232,25 @@ class Run(NamedTuple):
         return -(-RUN[self.setting.unit][1] * self.units // self.batch)
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """Over what is trained."""
+        """Return the optimizer of the trained parameters."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         optimizer_class = OPTIMIZERS.get(self.setting.method, torch.optim.SGD)
         return optimizer_class(trained, lr=self.learning_rate)
 
     def decay(self, optimizer: torch.optim.Optimizer, done: int) -> bool:
-        """Lower the learning rate linearly to 0; True after the last step."""
+        """Lower the learning rate linearly to 0; return True after the last step."""
         for group in optimizer.param_groups:
             group["lr"] = self.learning_rate * (1 - done / self.steps)
         return done >= self.steps
 
     def noise(self) -> Banded:
-        """The noise whose expected error is the least."""
+        """Return the noise with the smallest expected error."""
         return Banded.optimized(bands=self.bands, steps=self.steps)
 
 
 @functools.cache
 def noise_of(unit: str, epsilon: float, units: int) -> dict[int, float]:
-    """The noise multiplier of numbers of bands, the one with the least expected error first."""
+    """Return noise multipliers by number of bands, the smallest expected error first."""
     batch, epochs, _ = RUN[unit]
     found = compare_bands(
         num_samples=units,
@@ -263,7 +263,7 @@ def noise_of(unit: str, epsilon: float, units: int) -> dict[int, float]:
 
 
 def train_dpflash(run: Run) -> float:
-    """Train with dpflash, whose users are units of single texts; returns the noise multiplier."""
+    """Train with dpflash, where users are units of several texts; return the noise multiplier."""
     given: dict[str, Any] = {}
     if run.setting.method == "banded":
         given.update(noise_mechanism=run.noise(), sampling="cyclic_poisson")
@@ -282,7 +282,7 @@ def train_dpflash(run: Run) -> float:
         max_grad_norm=MAX_GRAD_NORM,
         dataset_size=run.units,
         physical_batch_size=2 * run.batch,
-        verify_first_batch=False,  # the trials change nothing that is released
+        verify_first_batch=False,  # trials would not change the releases
         **given,
     )
     while loader.releases < run.steps:
@@ -297,7 +297,7 @@ def train_dpflash(run: Run) -> float:
 
 
 class MeanLoss(nn.Module):
-    """`losses_of` with the attribute that Opacus sets."""
+    """`losses_of` with the attribute `reduction`, which Opacus sets."""
 
     reduction = "mean"
 
@@ -307,7 +307,7 @@ class MeanLoss(nn.Module):
 
 
 def train_opacus(run: Run) -> float:
-    """Train with Opacus' ghost clipping, a user being one entry of several texts."""
+    """Train with Opacus' ghost clipping, where a user is one entry of several texts."""
     from opacus import PrivacyEngine
 
     made = PrivacyEngine().make_private_with_epsilon(
@@ -335,7 +335,7 @@ def train_opacus(run: Run) -> float:
 
 
 def train_opake(run: Run) -> float:
-    """Train with opake, with independent or banded noise, of dpflash's noise multiplier."""
+    """Train with opake, with independent or banded noise and dpflash's noise multiplier."""
     from opake.dpftrl.noise import band_mf_strategy, mf_gaussian_noise
     from opake.dpftrl.sampling import CyclicPoissonSampler
     from opake.dpsgd.clipping import clipped_grad
@@ -409,7 +409,7 @@ TRAINERS: dict[str, Callable[[Run], float]] = {
 
 
 def accuracy_and_loss(model: nn.Module, texts: Texts) -> tuple[float, float]:
-    """Of all texts, those without maintainers' weights."""
+    """Return accuracy and mean loss over all texts."""
     with torch.no_grad():
         scores = torch.cat([model(tokens) for tokens in texts.tokens.split(1000)])
     right = (scores.argmax(1) == texts.labels).float().mean()
@@ -417,7 +417,7 @@ def accuracy_and_loss(model: nn.Module, texts: Texts) -> tuple[float, float]:
 
 
 def trained(task: Task, setting: Setting, learning_rate: float, seed: int) -> dict[str, Any]:
-    """The line of one run."""
+    """Make one run and return its line."""
     torch.manual_seed(seed)
     model = Classifier(task.table, setting.tuning)
     private = task.private[setting.unit]
@@ -442,7 +442,7 @@ def trained(task: Task, setting: Setting, learning_rate: float, seed: int) -> di
 
 
 def read_lines(runs: Path) -> list[dict[str, Any]]:
-    """The lines of the runs that were made."""
+    """Read the lines of earlier runs."""
     if not runs.exists():
         return []
     return [json.loads(line) for line in runs.read_text().splitlines()]
@@ -479,7 +479,7 @@ def make_runs(setting: Setting, *, task: Task, runs: Path) -> Setting:
 
 
 def settings() -> Iterator[Setting]:
-    """All settings; opake, whose gradients of the table do not fit, has the frozen body alone."""
+    """Yield all settings. opake has only frozen bodies: its gradients of the table do not fit."""
     for unit in UNITS:
         for tuning in TUNINGS:
             yield Setting(NONPRIVATE, unit, tuning, None)
@@ -492,14 +492,14 @@ def settings() -> Iterator[Setting]:
 
 
 def urgency(setting: Setting) -> tuple[bool, bool, int, int]:
-    """Sorts what the question is about first."""
+    """Return a sort key that puts the settings of the question first."""
     method, epsilon = setting.method, setting.epsilon
     peer = method in ("Opacus", "opake", "opake banded")
     return (peer, epsilon == 1.0, UNITS.index(setting.unit), TUNINGS.index(setting.tuning))
 
 
 def gathered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each setting with all seeds: what was chosen, and the figures of the seeds."""
+    """Return a row for each setting that has all seeds: its choices, and its seeds' figures."""
     rows = []
     for setting in settings():
         own = [x for x in lines if Setting(*(x[name] for name in Setting._fields)) == setting]
@@ -533,7 +533,7 @@ def gathered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The page's tables: mean accuracies and their standard deviations."""
+    """Return the page's tables: mean accuracies and their standard deviations."""
     found = {Setting(*(row[name] for name in Setting._fields)): row for row in rows}
 
     def cell(method: str, *key: Any) -> str | None:
@@ -564,7 +564,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], title: str) -> Any:
-    """The gain over dpflash's independent noise in points of accuracy, with 95% intervals."""
+    """Draw the gain over dpflash's independent noise in points of accuracy, with 95% intervals."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")

@@ -1,9 +1,9 @@
-r"""Held-out bits a byte of one language model trained plain and privately, in several ways.
+r"""Held-out bits per byte of a language model trained plain and privately, in several ways.
 
-Ways are the arithmetic (float32, bfloat16, float8) or the attention pattern. Plain (no noise, no
-bound) and private at epsilon 8, from the same weights and draws for each seed. "bf16" is
-optimize="balanced", "fp8" is that with fp8=True. Trained models are detached, so all are
-evaluated in float32. A run that JSON has already is not made again: call it until all are there.
+Ways are the arithmetic (float32, bfloat16, float8) or the attention pattern. Each way trains plain
+(no noise, no bound) and privately at epsilon 8, from the same weights and draws for each seed.
+"bf16" is optimize="balanced", "fp8" is "bf16" with fp8=True. Trained models are detached, so all
+are evaluated in float32. Runs that the JSON has are skipped: repeat the command for the others.
 
     python benchmarks/scripts/private_quality.py arithmetic --minutes 15 \
         --json benchmarks/results/cpu-epyc/fp8-quality.json --seeds 5 --steps 1000 5000
@@ -43,7 +43,7 @@ DENSE: Pattern = Dense(causal=True)
 
 
 class Comparison(NamedTuple):
-    """Ways to train on windows of so many tokens."""
+    """Ways to train on windows of `tokens` tokens."""
 
     tokens: int
     baseline: str
@@ -66,7 +66,7 @@ COMPARISONS = {
         {one.name: (one.pattern, {}) for one in contestants(512) if not one.seeds_on},
     ),
 }
-# The bound and Adam's learning rate, without and with privacy.
+# The clipping bound and Adam's learning rate, without and with privacy.
 KINDS = {"plain": (math.inf, 3e-3), "private": (1.0, 1e-2)}
 
 
@@ -79,7 +79,7 @@ def train(
     steps: int,
     **given: Any,
 ) -> nn.Module:
-    """The model after so many steps, which is plain again."""
+    """Train for `steps` steps and return the detached model."""
     torch.manual_seed(seed)
     tokens = data.tensors[0].shape[1]
     model = LongContextLM(VOCAB_SIZE, WIDTH, LAYERS, HEADS, max_seq_len=tokens, pattern=pattern)
@@ -102,7 +102,7 @@ def train(
 
 
 def bits_a_byte(model: nn.Module, data: TensorDataset) -> float:
-    """Of the held-out windows, in float32."""
+    """Return the bits per byte of the held-out windows, in float32."""
     losses = []
     with torch.no_grad():
         for x, y in DataLoader(data, batch_size=64):
@@ -111,7 +111,7 @@ def bits_a_byte(model: nn.Module, data: TensorDataset) -> float:
 
 
 def differences(runs: Sequence[dict[str, Any]], baseline: str) -> dict[str, Any]:
-    """From the baseline, over the seeds that have both, by kind and number of steps."""
+    """Return differences to the baseline, over seeds with both runs, by kind and steps."""
     values = {tuple(r[k] for k in ("kind", "steps", "seed", "way")): r for r in runs}
     found: dict[str, Any] = {}
     for kind, steps, seed, way in values:

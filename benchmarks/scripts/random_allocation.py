@@ -2,7 +2,7 @@
 
     python benchmarks/scripts/random_allocation.py --out benchmarks/results/random_allocation.json
 
-Accountant alone, nothing is trained. Both samplers have the same expected batch size and epochs.
+Uses the accountant; nothing is trained. Both samplers have equal expected batch size and epochs.
 `ratio` is the noise multiplier of random allocation over that of Poisson sampling, and
 `epsilon_of_poisson` what Poisson sampling spends with the noise of random allocation.
 """
@@ -24,7 +24,7 @@ STEPS_PER_EPOCH, EPOCHS, EPSILONS, DELTA = (10, 100, 1000), (1, 10), (0.5, 1.0, 
 
 
 def rows():
-    """The figures of all runs and epsilons."""
+    """Return the figures of all runs and epsilons."""
     for steps in STEPS_PER_EPOCH:
         for epochs in EPOCHS:
             for epsilon in EPSILONS:
@@ -32,7 +32,7 @@ def rows():
 
 
 def row(steps, epochs, epsilon):
-    """The figures of one run."""
+    """Return the figures of one run."""
 
     def allocated(noise):
         return RandomAllocationGaussian(noise_multiplier=noise, steps=steps)

@@ -1,13 +1,13 @@
 r"""Peak memory of training steps, plain and private, on one rank and over a context of several.
 
-- The longest sequence whose two steps grow by at most 256 MiB a rank: the model of longest.py with
-  a sliding window.
-- The growth of a rank in a step on one sample of a model with many weights: privately a rank
-  should need 4 |W| / P bytes and what is on its way (a bundle of 25 MiB, or one more weight) more.
-- The growth of a rank in dense causal ring attention, forward and backward.
+- The longest sequence for which two steps add at most 256 MiB per rank, for the model of
+  longest.py with a sliding window.
+- The memory that a step on one sample adds to a rank, for many weights W on P ranks: a private
+  step should need 4 |W| / P bytes and the data being sent (25 MiB, or one larger weight) more.
+- The memory that dense causal ring attention, forward and backward, adds to a rank.
 
-glibc keeps freed blocks of up to 32 MiB, so that a peak depends on the order of allocations. Here
-it returns those of 64 KiB or more; with --keep it does as by default.
+By default glibc keeps freed blocks of up to 32 MiB, so that a peak depends on the order of
+allocations. Here it returns blocks of 64 KiB or more; --keep restores the default.
 
     python benchmarks/scripts/ranks_memory.py --json benchmarks/results/cpu-xeon/ranks-memory.json
 """
@@ -36,19 +36,19 @@ from dpflash.bench.scaling_tasks import (
 )
 from dpflash.patterns import SlidingWindow
 
-LIMIT, GRAIN = 256, 512  # MiB a rank; T is a multiple of GRAIN
+LIMIT, GRAIN = 256, 512  # MiB per rank; T is a multiple of GRAIN
 STEP = TrainingCase("context", batch=1, tokens=256, width=1024, layers=2, heads=4)
 RING = AttentionCase("dense causal", tokens=16384, sharding="zigzag")
 
 
 def growth(place: Place, tokens: int, is_private: bool) -> float | None:
-    """MiB by which the resident memory of this rank grows at most in two steps."""
+    """Return the largest growth of this rank's resident memory in two steps, in MiB."""
     step = step_of(place, tokens, is_private, SlidingWindow(window=KEYS, causal=True))
     return peak_growth(lambda: [step(), step()], place.device)
 
 
 def longest(ranks: int, is_private: bool) -> int:
-    """The largest T in whose steps no rank grows beyond the limit, to one multiple of GRAIN."""
+    """Return the largest multiple T of GRAIN in whose steps no rank grows beyond the limit."""
 
     def fits(grains: int) -> bool:
         given = {"tokens": grains * GRAIN, "is_private": is_private}
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="glibc keeps freed blocks")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if not args.keep:  # for the ranks' processes
+    if not args.keep:  # the ranks' processes inherit the setting
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
     rows: list[dict[str, Any]] = []
 

@@ -1,7 +1,7 @@
-"""What a private step sends and computes on many ranks, by the planner's formulas: a model.
+"""Computes what a private step sends and computes on many ranks, by the planner's formulas.
 
-Nothing is timed and no weights are held: a model of Llama 7B's shape on one sequence of 131,072
-tokens, over a context of 8 GPUs a node; bytes and FLOP are of the busiest rank.
+Nothing is timed and no weights are allocated. The model has Llama 7B's shape, with one sequence of
+131,072 tokens over a context of 8 GPUs per node. Bytes and FLOP are those of the busiest rank.
 
     python benchmarks/scripts/ranks_model.py --json benchmarks/results/ranks-model.json
 """
@@ -39,7 +39,7 @@ PATTERNS: dict[str, tuple[Pattern, str]] = {
 
 
 def row_of(name: str, ranks: int) -> dict[str, Any]:
-    """A pattern's attention and the gradients' exchange, of one step on one sample."""
+    """Return the costs of attention and of the gradients' exchange, for a step on one sample."""
     pattern, sharding = PATTERNS[name]
     sharded = ShardedPattern(pattern, TOKENS, HEADS, HEADS, Layout(TOKENS, ranks, sharding))
     call = ModeCall(sharded, HEAD_DIM, torch.bfloat16, 1, "cuda")
@@ -54,7 +54,7 @@ def row_of(name: str, ranks: int) -> dict[str, Any]:
         "attention_sent_bytes": {x.mode: LAYERS * sum(x.sent) for x in costs},
         "attention_flops": LAYERS * next(x.flops for x in costs if x.mode == taken),
         "linear_flops": products,
-        # Sums travel in float64 and the release in float32, each element once.
+        # Sums are sent in float64 and the release in float32, each element once.
         "sums_sent_bytes": int(8 * share),
         "release_sent_bytes": int(4 * share),
         "slices_bytes": 8 * -(-WEIGHTS // ranks),

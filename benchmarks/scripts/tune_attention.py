@@ -2,12 +2,12 @@
 
     python benchmarks/scripts/tune_attention.py --json runs/tune_attention.json
 
-Candidates are the sizes of the table, and those with one of them halved or doubled; run it again
-to go further. A process of its own checks each against the definition in float64. Those that work
-are timed in turns, dense causal and LongNet; the least geometric mean replaces the old sizes if it
-is faster by more than 1%. For a backward kernel forward and backward are timed, with the other
-kernels' sizes held fixed. DEVICE=cpu in the environment is a dry run: the CPU's kernels, which
-have no such sizes, stand in, and the choice means nothing.
+Candidates are the sizes of the table, also with one of them halved or doubled; run the script
+again to go further. A separate process compares each candidate with the definition in float64.
+Correct candidates are timed in turns on dense causal attention and LongNet. The candidate with the
+smallest geometric mean replaces the old sizes if it is more than 1% faster. For a backward kernel,
+forward and backward are timed, with the other kernels' sizes fixed. DEVICE=cpu in the environment
+is a dry run with the CPU's kernels, which have no such sizes; the choice then means nothing.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ MARGIN = 0.01
 CAUSAL = patterns.Dense(causal=True)
 SEGMENTS: Any = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
 SMALL = patterns.Dilated(segment_lengths=(64, 256), dilation_rates=(1, 4), causal=True)
-# Kernel, head dim and bits of an entry of the table.
+# Kernel, head dim and bits of the dtype of an entry of the table.
 Key = tuple[str, int, int]
-# Pattern, tokens and samples.
+# Pattern, tokens and samples of each case.
 Cases = Sequence[tuple[Any, int, int]]
 CHECKED: Cases = [(CAUSAL, 499, 2), (patterns.Dense(), 512, 2), (SMALL, 641, 2)]
 LONG: Cases = [(CAUSAL, 4096, 4), (patterns.Dilated(**SEGMENTS, causal=True), 16384, 1)]
@@ -58,17 +58,17 @@ TIMED: Cases = [(CAUSAL, 65, 1)] if DRY else LONG
 
 
 def entry_of(key: Key) -> tuple[dict[str, Config], str]:
-    """The column of the table for this GPU, and the entry's name in it."""
+    """Return the table's column for this GPU, and the name of the entry in the column."""
     arch = "sm_90" if DRY else architecture(torch.device(DEVICE))
     kernel: Any = key[0]
     return table()[arch], entry(kernel, key[1], getattr(torch, DTYPES[key[2]]))
 
 
 def candidates(key: Key) -> list[Config]:
-    """The configs to try for an entry, the old one first."""
+    """Return the configs to try for an entry, the old config first."""
     rows, name = entry_of(key)
     m, n, warps, _ = old = rows[name]
-    # Products take at least 16 rows.
+    # Matrix products need at least 16 rows.
     tiles = [(m, n), (2 * m, n), (max(16, m // 2), n), (m, 2 * n), (m, max(16, n // 2))]
     shapes = [*((*tile, warps) for tile in tiles), (m, n, 4 if warps == 8 else 8)]
     # Deep pipelines of wide heads exceed any shared memory.
@@ -78,7 +78,7 @@ def candidates(key: Key) -> list[Config]:
 
 
 def subjects(key: Key, cases: Cases) -> list[Subject]:
-    """Calls in which the kernel takes part, with their checks."""
+    """Return calls that use the kernel, with their checks."""
     kernel, head_dim, bits = key
     given: dict[str, Any] = {"direction": DIRECTIONS[kernel != "forward"], "seed": 0}
     given.update(heads=2048 // head_dim, head_dim=head_dim, dtype=DTYPES[bits], device=DEVICE)
@@ -89,7 +89,7 @@ def subjects(key: Key, cases: Cases) -> list[Subject]:
 
 
 def try_here(key: Key, config: Config) -> str | None:
-    """Why a candidate does not work; compiles the calls to be timed, into the cache on disk."""
+    """Return why a candidate does not work, or None; compile its calls into the cache on disk."""
     rows, name = entry_of(key)
     rows[name] = config
     for subject in subjects(key, CHECKED):
@@ -103,10 +103,10 @@ def try_here(key: Key, config: Config) -> str | None:
 
 
 def try_all(keys: Sequence[Key], jobs: int, seconds: float) -> dict[Key, dict[Config, str | None]]:
-    """The candidates of each entry, with the reason why one does not work, or None."""
+    """Return each entry's candidates, with the reason why a candidate does not work, or None."""
     end = time.monotonic() + seconds
     of_keys = [[(key, config) for config in candidates(key)] for key in keys]
-    # The first candidate of every entry before the second of any, should time run out.
+    # Try the first candidate of every entry before any second one, in case time runs out.
     tried = [one for turn in itertools.zip_longest(*of_keys) for one in turn if one]
 
     def attempt(one: tuple[Key, Config]) -> str | None:
@@ -127,7 +127,7 @@ def try_all(keys: Sequence[Key], jobs: int, seconds: float) -> dict[Key, dict[Co
 
 
 def times(key: Key, tried: Sequence[Config]) -> dict[Config, list[float]]:
-    """Median milliseconds of each config on each of `TIMED`."""
+    """Return the median milliseconds of each config on each of `TIMED`."""
     rows, name = entry_of(key)
 
     def call(config: Config, step: Step) -> None:
@@ -145,14 +145,14 @@ def times(key: Key, tried: Sequence[Config]) -> dict[Config, list[float]]:
 
 
 def choose(old: Config, measured: dict[Config, list[float]]) -> Config:
-    """The config with the least geometric mean, the old one unless that is clearly slower."""
+    """Return the config with the smallest geometric mean, or `old` unless it is clearly slower."""
     cost = {config: statistics.geometric_mean(each) for config, each in measured.items()}
     best = min(cost, key=lambda config: cost[config], default=old)
     return old if not cost or cost.get(old, math.inf) <= (1 + MARGIN) * cost[best] else best
 
 
 def write_table(path: Path, configs: dict[str, dict[str, Config]]) -> None:
-    """The whole table, one entry a line."""
+    """Write the whole table, one entry per line."""
     text = re.sub(r",\s+(?=\d)", ", ", json.dumps(configs, indent=2))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, re.sub(r"(?<=\[)\s+|\s+(?=\])", "", text) + "\n")
