@@ -26,8 +26,8 @@ FOREIGN = (
     "make_private returned, and do so anew in each epoch (itertools.cycle repeats old batches; "
     "after load_checkpoint the loader itself continues, without Accelerate's skip_first_batches). "
     "Compute views of a sample inside of the model, and combine two models that share batches "
-    "into one module. make_private(foreign_batches=True) accepts your own batches; "
-    f"dpflash.PrivacyConfig lists what you guarantee then. {STEP_OF_ANOTHER}"
+    "into one module, called as a whole. make_private(foreign_batches=True) accepts your own "
+    f"batches; dpflash.PrivacyConfig lists what you guarantee then. {STEP_OF_ANOTHER}"
 )
 OF_TOKENS = (
     "For losses of tokens pass the mean of each row: losses.view(len(x), -1).mean(1), or "
