@@ -211,9 +211,9 @@ def _local(part: Tensor, parameter: nn.Parameter) -> Tensor:
     """Cut this rank's rows out of a release, in the shape of `.grad`."""
     if is_sharded(parameter) and part.numel() == parameter.numel():
         begin, end = local_rows(parameter)
-        row = parameter.shape[1:].numel()
-        part = part[begin * row : end * row]
-    return part.view(local_shape(parameter))
+        part = part.view(parameter.shape)[begin:end]
+    shape = local_shape(parameter)
+    return part if part.shape == shape else part.view(shape)
 
 
 def _is_over(parameter: nn.Parameter, group: ProcessGroup | None) -> bool:

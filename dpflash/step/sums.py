@@ -258,7 +258,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             cut = self.slices.held(parameter)
             return torch.zeros(cut.stop - cut.start, dtype=dtype, device=parameter.device)
         dtype = max(dtype, held.dtype, key=lambda held: held.itemsize)
-        return held.to(dtype, memory_format=torch.contiguous_format).view(-1)
+        return held.to(dtype, memory_format=torch.contiguous_format)
 
     def _sum_to_extend(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the exact sum of earlier microbatches that a kernel may add to, or None."""

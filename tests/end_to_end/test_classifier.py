@@ -69,7 +69,8 @@ def test_a_classifier_is_trained_evaluated_exported_and_loaded(
     run, out = tmp_path / "run", tmp_path / "out"
     words = ["train", "--data", str(notes), "--unit", "field:patient_id", "--model", str(bert)]
     words += ["--label-field", "label", "--labels", "true", "ill", "--batch-size", "30"]
-    words += ["--steps", "60" if lora_rank else "30", "--noise-multiplier", "0.01", "--delta", "1e-3", "--no-baseline"]
+    words += ["--steps", "60" if lora_rank else "30", "--noise-multiplier", "0.01"]
+    words += ["--delta", "1e-3", "--no-baseline"]
     words += ["--accountant", "rdp", "--learning-rate", "0.02", "--seed", "1", "--out", str(run)]
     assert main([*words, *(["--lora-rank", "2"] if lora_rank else [])]) == 0
     shown = capsys.readouterr().out

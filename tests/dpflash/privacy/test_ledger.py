@@ -308,7 +308,7 @@ def test_a_relation_for_which_a_ledger_has_no_guarantee_is_refused_by_name(priva
             (ShuffledGaussian(noise_multiplier=1.0), "shuffled"),
             (FixedSizeGaussian(noise_multiplier=1.0, batch_size=2, num_samples=9), "fixed_size"),
             (Gaussian(relation="zero_out", noise_multiplier=1.0), "private loader"),
-            (STEP, "poisson sampler took the size"),
+            (STEP, "poisson sampler counted the size"),
         ]
     ):
         path = tmp_path / str(number)

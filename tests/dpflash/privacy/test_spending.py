@@ -200,7 +200,7 @@ def test_the_first_release_beyond_the_calibrated_ones_says_so_once(planned, samp
 @pytest.mark.parametrize("units", [None, [i // 2 for i in range(32)]])
 def test_a_batch_size_above_the_number_of_units_is_said(units):
     options = {"unit_of": units, "examples_per_unit": 2} if units else {}
-    with pytest.warns(UserWarning, match=f"batch_size=33 above the {16 if units else 32} "):
+    with pytest.warns(UserWarning, match=f"batch_size=33 is above the {16 if units else 32} "):
         calibrated(PrivacyEngine(accountant="rdp"), batch_size=33, **options)
 
 
