@@ -446,9 +446,11 @@ def calibrated(
         steps = epochs * plan.steps_per_epoch
     positive_int(steps=steps)
     if delta >= 1 / plan.dataset_size:
+        one = plan.unit.split(": ")[-1]
         warn(
-            f"target_delta={delta!r} is not below 1 / {plan.dataset_size} entries of the data: it "
-            "would permit publishing one entry as it is; choose target_delta well below",
+            f"target_delta={delta!r} is not below 1 / {plan.dataset_size}, the number of privacy "
+            f"units of the data: it would permit publishing one {one} as it is; choose "
+            "target_delta well below",
         )
     if not spending.is_empty:
         warn(

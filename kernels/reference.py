@@ -236,7 +236,7 @@ def grad_inner(x: Tensor, dy: Tensor, other_x: Tensor, other_dy: Tensor) -> Tens
 def grad_norm(
     x: Tensor, dy: Tensor, *, form: str | None = None, spans: Spans | None = None
 ) -> Tensor:
-    """Compute the squared norms of G_i = dy_i^T x_i, with one sample's G_i at a time in memory.
+    """Compute the squared norms of G_i = dy_i^T x_i, with one sample's G_i in memory at a time.
 
     Args:
         x: [B, T, I], fp16, bf16, fp32 or fp64: B samples of T tokens with I inputs each.

@@ -212,7 +212,10 @@ def _proof(name: str, proof: Proof, key: str | None) -> str:
     )
     proven = max(signed, proof.kept or 0)
     if proven == lines > 0:
-        text += " A kept head or a signature shows that this is the whole ledger as it was then."
+        text += (
+            " A kept head or a signature shows that these were all lines then. Whether later "
+            "lines were cut is not shown: compare with the newest head or signature."
+        )
     elif proven:
         text += (
             f" A kept head or a signature shows this for the first {counted(proven, 'line')}; "

@@ -217,9 +217,11 @@ def _train(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> int:
         with _stop_on_signals(shown=job.is_first) as should_stop:
             report = job.run(should_stop=should_stop, progress=True)
     except Interrupted:
+        from dpflash.privacy.spending import rounded_up
+
         show(
             f"Stopped after step {job.step} of {job.total_steps} (epsilon so far "
-            f"{job.epsilon:.3f}); resume with: {_resume_command(job, launch)}"
+            f"{rounded_up(job.epsilon)}); resume with: {_resume_command(job, launch)}"
         )
         return _INTERRUPTED
     show("\n".join(_summary(report, job)))
@@ -328,7 +330,9 @@ def _announcement(job: Any) -> list[str]:
         )
     resumed = f", resumed after step {job.step}" if job.step else ""
     if config.ledger is not None:
-        lines.append(f"ledger    {job.ledger}: epsilon {job.epsilon:.3f} so far")
+        from dpflash.privacy.spending import rounded_up
+
+        lines.append(f"ledger    {job.ledger}: epsilon {rounded_up(job.epsilon)} so far")
     return [*lines, f"results   {job.folder}{resumed}"]
 
 

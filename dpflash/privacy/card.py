@@ -29,6 +29,8 @@ _RELATIONS = {
     "replace_one": "that differ in one {unit}",
 }
 _NOT_COVERED = (
+    "What was computed from the private data before training, such as class weights, scalers, "
+    "vocabularies and longest lengths.",
     "Training losses, speeds and the other files of the run (report, metrics, checkpoint).",
     "Other runs on the same data, as of a search, whose epsilon adds to the one above (dpflash "
     "budget prints the sum), and the choice of this run or checkpoint among several.",
@@ -201,7 +203,7 @@ def _rows(report: Mapping[str, Any]) -> dict[str, str]:
         + (f", banded noise of {report['bands']} bands" if report.get("bands", 1) > 1 else ""),
         "expected batch size": f"{report['expected_batch_size']}",
         "versions": ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
-        "head of the ledger": (report.get("ledger_head") or "not recorded")
+        "head of the ledger after this run": (report.get("ledger_head") or "not recorded")
         + ("" if report.get("ledger_is_there", True) else " (the ledger was not compared)"),
     }
 

@@ -134,6 +134,11 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
     ledger = Ledger(own) if own.is_file() else None
     others = [path for path in others if ledger is None or Path(path).resolve() != own]
     ledgers = [*([] if ledger is None else [ledger]), *opened(others)]
+    if "data" in report["config"] and not ledgers:  # of `dpflash train`
+        raise ValueError(
+            f"run={str(run)!r}: its ledger {str(own)!r} is missing, so what other runs have added "
+            "is unknown; restore it and its guard, or pass --ledgers FILE if it has moved"
+        )
     if others and not any(report.get("ledger_head") in heads(one.content()) for one in ledgers):
         raise ValueError(
             f"ledgers={list(map(str, others))}: none is that of the run in {str(run)!r}, which "

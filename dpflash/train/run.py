@@ -33,7 +33,7 @@ from ..privacy.budget import PrivacyBudget
 from ..privacy.keys import derive_key, master_key
 from ..privacy.ledger import Ledger
 from ..privacy.ledger_runs import alone, lines_of
-from ..privacy.spending import Spending
+from ..privacy.spending import Spending, rounded_up
 from ..refusal import PrivateWarning, warn
 from ..sampling import synthetic
 from .config import Corpus, TrainingConfig, TrainingState, noise_for
@@ -312,8 +312,8 @@ class TrainingRun:
             return
         raise ValueError(
             f"max_epsilon={config.max_epsilon!r}: of the run's {self.total_steps} steps it allows "
-            f"{left}, since ledger={config.ledger!r} already has epsilon {self.epsilon:.3f}; "
-            "lower target_epsilon or steps, or raise noise_multiplier"
+            f"{left}, since ledger={config.ledger!r} already has epsilon "
+            f"{rounded_up(self.epsilon)}; lower target_epsilon or steps, or raise noise_multiplier"
         )
 
     def epsilon_alone(self) -> float:

@@ -352,7 +352,7 @@ def test_the_page_has_what_an_auditor_asks_for_and_nothing_from_elsewhere(
         "the unit user: patient was called user: patient_id before",
         "run bbbbbbbbbbbb ended by a private refusal",
         "Lines 9 to 10: other code or an earlier version wrote them",
-        "the whole ledger as it was then",
+        "these were all lines then",
         "(the key that was asked for)",
         Ledger(path).head,
     ):
