@@ -14,6 +14,9 @@ _TYPES: dict[str, type] = {
     **dict.fromkeys(("C", "D", "E", "F", "P", "Q", "R", "S", "SECONDS", "T", "X"), float),
 }
 
+# A second name, by which many know the option.
+_ALIASES = {"--learning-rate": ("--lr",)}
+
 
 def add_options(
     parser: argparse._ActionsContainer, options: Mapping[str, str], required: Collection[str] = ()
@@ -33,8 +36,9 @@ def add_options(
         kind = _TYPES.get(word, str)
         is_required = flag in required
         nargs = "+" if takes_several else None
+        names = (flag, *_ALIASES.get(flag, ()))
         parser.add_argument(
-            flag, type=kind, metavar=word, help=text, required=is_required, nargs=nargs
+            *names, type=kind, metavar=word, help=text, required=is_required, nargs=nargs
         )
 
 

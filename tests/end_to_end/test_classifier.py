@@ -71,7 +71,7 @@ def test_a_classifier_is_trained_evaluated_exported_and_loaded(
     words += ["--label-field", "label", "--labels", "true", "ill", "--batch-size", "30"]
     words += ["--steps", "60" if lora_rank else "30", "--noise-multiplier", "0.01"]
     words += ["--delta", "1e-3", "--no-baseline"]
-    words += ["--accountant", "rdp", "--learning-rate", "0.02", "--seed", "1", "--out", str(run)]
+    words += ["--accountant", "rdp", "--lr", "0.02", "--seed", "1", "--out", str(run)]
     assert main([*words, *(["--lora-rank", "2"] if lora_rank else [])]) == 0
     shown = capsys.readouterr().out
     assert "left out: 1 malformed" in shown and "texts of 12 tokens" in shown

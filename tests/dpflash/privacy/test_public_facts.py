@@ -214,7 +214,7 @@ def test_a_draw_that_cannot_be_larger_is_not_cut():
 
 
 def test_a_delta_is_compared_with_the_public_size():
-    with pytest.warns(UserWarning, match="not below 1 / 200000 entries"):
+    with pytest.warns(UserWarning, match="not below 1 / 200000, the number of privacy units"):
         made(30, dataset_size=200_000, target=1.0)
 
 
