@@ -562,6 +562,10 @@ class _Form:
         self._fields, self._lengths = self._of(two, 2)
         self._dtypes = {place: x.dtype for place, x in _numbers_of(two)}
         self._varying: set[str] = set()
+        # Only shapes are read from now on, and the batches of long entries are large.
+        self._samples = tuple(
+            map_leaves(_without_values, batch, kinds=(Tensor, np.ndarray)) for batch in (two, three)
+        )
 
     def adopted(self, batch: Any) -> Any:
         """Convert numbers of narrower dtypes in a batch to the dtypes of the form.
@@ -605,6 +609,13 @@ def _numbers_of(batch: Any, place: str = "", depth: int = 0) -> Iterator[tuple[s
     elif depth < _DEPTH:
         for name, part in parts_within(batch):
             yield from _numbers_of(part, place + name, depth + 1)
+
+
+def _without_values(x: Any) -> Any:
+    """A tensor or array of the same shape that holds one value."""
+    if isinstance(x, np.ndarray):
+        return np.broadcast_to(np.empty((), x.dtype), x.shape)
+    return x if x.is_nested or x.layout != torch.strided else x.new_empty(()).expand(x.shape)
 
 
 def _longest_in_each(lengths: Sequence[int], each: int) -> list[int]:

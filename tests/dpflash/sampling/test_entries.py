@@ -7,6 +7,7 @@ import json
 import math
 import threading
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -250,6 +251,19 @@ def test_whether_an_entry_fits_depends_on_no_entry_but_itself_while_the_first_ag
 
 
 ONES, TOKENS = torch.ones(4), [1] * 20
+
+
+def test_batches_that_show_the_form_of_entries_are_not_kept():
+    made = []
+
+    def collate(entries):
+        batch = default_collate(entries)
+        made.append(weakref.ref(batch))
+        return batch
+
+    fitting = FittingCollate(collate, ReadableEntries([ONES] * 7))
+    assert fitting([ONES] * 3).batch.equal(torch.ones(3, 4))
+    assert len(made) > 3 and all(batch() is None for batch in made)
 
 
 class Example:
