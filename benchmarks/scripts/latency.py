@@ -12,6 +12,7 @@ import argparse
 import collections
 import contextlib
 import fcntl
+import itertools
 import json
 import mmap
 import multiprocessing
@@ -36,12 +37,13 @@ from dpflash.bench.output import write_text
 from dpflash.bench.scaling_tasks import PrivateTraining, TrainingCase, plain_step
 
 HOSTS, LINK = ("dpflash-a", "dpflash-b"), "tun0"
-ADDRESSES, PORT = ("10.79.0.1", "10.79.0.2"), "29517"
+ADDRESSES, PORT = ("10.79.0.1", "10.79.0.2"), 29517
 PACKET = 9000  # bytes, as in the networks of clusters
 SECONDS = 5e-3
-ROUNDS = 15
+ROUNDS, WARM_UP, STEPS = 5, 3, 5  # connections with each delay; steps of each kind in one
 CASES = {
     "replicated": TrainingCase("replicated", batch=16, tokens=512),
+    "replicated, B = 64": TrainingCase("replicated", batch=64, tokens=512),
     "fsdp2": TrainingCase("fsdp2", batch=16, tokens=512),
     "context": TrainingCase("context", batch=1, tokens=8192),
 }
@@ -117,33 +119,35 @@ def carry(ends: list[int], path: str) -> None:
 
 
 def run_rank(rank: int, path: str) -> None:
-    """Run steps; rank 0 prints the seconds of each round by case, step and delay as JSON."""
+    """Run steps; rank 0 prints the seconds of each step by case, step and delay as JSON.
+
+    Each delay has its own connections, since TCP fits its windows to a connection's first packets.
+    """
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
     place, delay = Place(rank, 2, torch.device("cpu")), Delay(path)
-    found: dict[str, Any] = {}
-    for name, case in CASES.items():
-        steps = {"private": PrivateTraining(place, case).step, "plain": plain_step(place, case)}
-        for step in steps.values():
-            for _ in range(3):
-                step()
-        turns = [(kind, seconds) for kind in steps for seconds in (0.0, SECONDS)]
-        times: dict[str, list[float]] = {f"{kind} {1e3 * s:g} ms": [] for kind, s in turns}
-        for _ in range(ROUNDS):
-            for kind, seconds in turns:
-                delay.seconds = seconds
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in CASES}
+    for number, (_, seconds) in enumerate(itertools.product(range(ROUNDS), (0.0, SECONDS))):
+        delay.seconds = seconds
+        address = f"tcp://{ADDRESSES[0]}:{PORT + number}"
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+        for name, case in CASES.items():
+            steps = {
+                "private": PrivateTraining(place, case).step,
+                "plain": plain_step(place, case),
+            }
+            for turn, kind in itertools.product(range(WARM_UP + STEPS), steps):
                 place.barrier()
                 begin = time.perf_counter()
                 steps[kind]()
-                times[f"{kind} {1e3 * seconds:g} ms"].append(time.perf_counter() - begin)
+                if turn >= WARM_UP:
+                    times = found[name].setdefault(f"{kind} {1e3 * seconds:g} ms", [])
+                    times.append(time.perf_counter() - begin)
                 place.barrier()
-        found[name] = times
-        if rank == 0:
-            print(
-                name, {key: statistics.median(own) for key, own in times.items()}, file=sys.stderr
-            )
+            if rank == 0:
+                shown = {key: statistics.median(own) for key, own in found[name].items()}
+                print(name, shown, file=sys.stderr)
+        dist.destroy_process_group()
     delay.seconds = 0.0
-    dist.destroy_process_group()
     if rank == 0:
         print(json.dumps(found))
 
@@ -154,7 +158,7 @@ def measure() -> dict[str, Any]:
         file.flush()
         carrier = multiprocessing.Process(target=carry, args=(ends, file.name), daemon=True)
         carrier.start()
-        given = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": LINK}
+        given = {"GLOO_SOCKET_IFNAME": LINK}
         ranks = []
         for rank, host in enumerate(HOSTS):
             words = ["ip", "netns", "exec", host, sys.executable, __file__, "--delay", file.name]
@@ -196,7 +200,12 @@ def main() -> None:
     for row in rows:
         print(row["scheme"], row["ratio"])
     if args.json is not None:
-        config = {"one_way_ms": 1e3 * SECONDS, "rounds": ROUNDS, "packet_bytes": PACKET}
+        config = {
+            "one_way_ms": 1e3 * SECONDS,
+            "connections": ROUNDS,
+            "steps": STEPS,
+            "packet_bytes": PACKET,
+        }
         given = {"environment": environment("cpu", 1), "config": config, "rows": rows}
         write_text(args.json, json.dumps(given, indent=1) + "\n")
 
