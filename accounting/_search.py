@@ -13,8 +13,8 @@ def smallest_passing(
 ) -> float:
     """Return the least x >= `least` that passes, or a slightly larger x that passes.
 
-    `high` must pass, and so must every value above one that passes. The search halves x until it
-    fails, then bisects in log space. The returned value was itself tested.
+    `high` must pass; if a value passes, all larger values must pass too. The search halves x until
+    it fails, then bisects in log space. The returned value was itself tested.
     """
     low = max(high / 2, least)
     while passes(low):

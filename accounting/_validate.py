@@ -26,14 +26,14 @@ def positive(**values: object) -> None:
     """Refuse values that are not finite numbers > 0."""
     for name, value in values.items():
         if not 0 < _real(name, value) < math.inf:
-            raise ValueError(f"{name}={value!r}: expected a finite number > 0; pass a greater one")
+            raise ValueError(f"{name}={value!r}: expected a finite number > 0; pass such a number")
 
 
 def non_negative(**values: object) -> None:
     """Refuse values that are not numbers >= 0. Infinity is accepted."""
     for name, value in values.items():
         if _real(name, value) < 0:
-            raise ValueError(f"{name}={value!r}: expected a number >= 0; pass 0 or a greater one")
+            raise ValueError(f"{name}={value!r}: expected a number >= 0; pass such a number")
 
 
 def finite_non_negative(**values: object) -> None:
@@ -41,7 +41,7 @@ def finite_non_negative(**values: object) -> None:
     non_negative(**values)
     for name, value in values.items():
         if _real(name, value) == math.inf:
-            raise ValueError(f"{name}={value!r}: expected a finite number; pass a bounded one")
+            raise ValueError(f"{name}={value!r}: expected a finite number, not infinity")
 
 
 def probability(**values: object) -> None:
@@ -49,7 +49,7 @@ def probability(**values: object) -> None:
     for name, value in values.items():
         if not 0 < _real(name, value) < 1:
             raise ValueError(
-                f"{name}={value!r}: expected 0 < {name} < 1; pass a number strictly between"
+                f"{name}={value!r}: expected 0 < {name} < 1; pass a number between 0 and 1"
             )
 
 
@@ -78,7 +78,7 @@ def whole(least: int, **values: object) -> None:
         if type(value) is int and least <= value < 1 << 63:
             continue
         if isinstance(value, Integral) and not value < 1 << 63:
-            raise ValueError(f"{name}: expected an integer below 2^63; pass a smaller one")
+            raise ValueError(f"{name}: expected an integer below 2^63; pass a smaller number")
         if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             raise ValueError(
                 f"{name}={value!r}: expected an integer >= {least}; pass a whole number such as 1"

@@ -32,7 +32,7 @@ _FIRST_SLACK = 1e-9
 
 
 class Interval(NamedTuple):
-    """Certified lower and upper end of a value; the lower end is None if it is unknown."""
+    """Certified lower and upper bound of a value; the lower bound is None if it is unknown."""
 
     lower: float | None
     upper: float
@@ -64,7 +64,8 @@ class Accountant(ABC):
     to subclasses.
 
     Args:
-        neighboring_relation: "add_remove", "zero_out" or "replace_one", which epsilon is for.
+        neighboring_relation: relation of the reported epsilon, "add_remove", "zero_out" or
+            "replace_one".
 
     Attributes:
         history: one (noise_multiplier, sample_rate, steps) per phase of equal steps with Poisson
@@ -116,11 +117,11 @@ class Accountant(ABC):
         self._events = events
 
     def hold(self, *, ledger: str | None = None) -> None:
-        """Refuse from now on to load a state, or to assign a history, that lacks releases.
+        """Make later loads of a state, and assignments of a history, raise if they lack releases.
 
         An engine calls this method. With a ledger, releases are added only within `counting`, and
-        no other engine may use this accountant, because its releases would be missing from the
-        ledger. Copies of the accountant are not held.
+        no other engine may use this accountant, because the other engine's releases would be
+        missing from the ledger. Copies of the accountant are not held.
 
         Raises:
             ValueError: this ledger, or the ledger of an earlier engine, would lack releases.
@@ -135,7 +136,7 @@ class Accountant(ABC):
         if ledger is not None and (self._history or self._events):
             raise ValueError(
                 f"accountant={name!r} has counted releases before, and ledger={ledger!r} may lack "
-                f"them: another engine on it would report too small an epsilon. {_BY_NAME}"
+                f"these: another engine on it would report too small an epsilon. {_BY_NAME}"
             )
         self._is_held, self._ledger = True, ledger
         # The caller may have kept the lists, and could change them.
@@ -143,7 +144,7 @@ class Accountant(ABC):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Allow releases to be added that the ledger has already."""
+        """Context manager in which releases that the ledger already has can be added."""
         before, self._ledger = self._ledger, None
         try:
             yield
@@ -152,7 +153,7 @@ class Accountant(ABC):
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
-        """Count a ledger's releases; an error ends the hold and empties the history."""
+        """Context manager to count a ledger's releases; an error undoes `hold` and the history."""
         before = {**vars(self), "_is_held": False, "_ledger": None, "_history": [], "_events": []}
         try:
             yield
@@ -163,9 +164,9 @@ class Accountant(ABC):
     def _require_no_ledger(self) -> None:
         if self._ledger is not None:
             raise ValueError(
-                "the accountant of a PrivacyEngine with a ledger counts what the ledger has, and "
-                "the next engine on that ledger would not know of this release. The engine counts "
-                f"its own steps. {_APPEND}"
+                "the accountant of a PrivacyEngine with a ledger counts the ledger's releases, "
+                "and the next engine on that ledger would not know of this release. The engine "
+                f"counts its own steps. {_APPEND}"
             )
 
     def for_trial(self) -> Self:
@@ -189,9 +190,9 @@ class Accountant(ABC):
         own = [(e.convert(relation or e.relation), count) for e, count in self._events]
         if any(given[key] < count for key, count in _counts(self._history, own).items()):
             raise ValueError(
-                f"{name} lacks releases that this accountant of a PrivacyEngine has counted: they "
-                "were made, so epsilon would be too small, even if the model gets earlier "
-                "weights. To see what an earlier state had spent, load it into a new accountant; "
+                f"{name} lacks releases that this accountant of a PrivacyEngine has counted. They "
+                "were made, so epsilon would be too small, even if the model is reset to earlier "
+                "weights. For the epsilon of an earlier state, load it into a new accountant; "
                 "to resume a run, load its checkpoint in a new engine, before its first release"
             )
 
@@ -199,7 +200,7 @@ class Accountant(ABC):
         """Record one step in the history.
 
         Args:
-            noise_multiplier: the noise's standard deviation over the bound, >= 0.
+            noise_multiplier: the noise's standard deviation divided by the bound, >= 0.
             sample_rate: the probability that a sample is in a batch, in [0, 1].
 
         Raises:
@@ -267,7 +268,7 @@ class Accountant(ABC):
 
         Args:
             delta: in (0, 1).
-            interval: whether to return the lower end too.
+            interval: whether to return a lower bound too.
 
         Returns:
             A float >= 0 for which the history is (epsilon, delta)-private, inf if no such epsilon
@@ -290,7 +291,7 @@ class Accountant(ABC):
 
         Args:
             epsilon: >= 0, finite.
-            interval: whether to return the lower end too.
+            interval: whether to return a lower bound too.
 
         Returns:
             A float in [0, 1] for which the history is (epsilon, delta)-private; with `interval`
@@ -307,8 +308,8 @@ class Accountant(ABC):
         """Bound the type II error of a test of type I error alpha: the f-DP trade-off curve.
 
         A test guesses from the outputs which of two neighboring datasets they came from. If its
-        error probability is at most alpha on the first dataset, it is at least the returned value
-        on the second.
+        error probability is at most alpha on the first dataset, its error probability on the
+        second dataset is at least the returned value.
 
         Args:
             alpha: in [0, 1].
@@ -463,8 +464,8 @@ class Accountant(ABC):
         if not isinstance(saved, str) or saved.removeprefix("dpflash_") != own:
             raise ValueError(
                 f"state_dict of mechanism {saved!r} cannot be loaded into an accountant of "
-                f"mechanism {self.mechanism()!r}; create the accountant that was saved, or assign "
-                "its history to this one's"
+                f"mechanism {self.mechanism()!r}; create an accountant of the saved mechanism, or "
+                "assign the saved history to accountant.history"
             )
         history = state_dict[keys[0]]
         if not isinstance(history, tuple | list):
@@ -492,7 +493,7 @@ class Accountant(ABC):
                 event, count = event_from_dict(entry["event"]), entry["count"]
                 if event.relation != relation:
                     raise ValueError(
-                        f"state_dict has an event under {event.relation!r} beside "
+                        f"state_dict has an event under {event.relation!r}, but "
                         f"neighboring_relation={relation!r}; pass the result of state_dict()"
                     )
                 events.append((event, count))
@@ -592,7 +593,7 @@ def with_failure(
                       <= e^eps P[M'(D') in S] + delta_M(eps) + (1 + e^eps) m.
 
     Hence delta_M'(eps) <= delta_M(eps) + (1 + e^eps) m, for any rule that chooses the samples to
-    drop. Exchanging M and M' gives the lower end.
+    drop. Exchanging M and M' gives the lower bound.
 
     Args:
         failure: m, the sum of `truncation_probability` over the steps, > 0.
@@ -600,9 +601,9 @@ def with_failure(
         get_epsilon, get_delta: functions that return epsilon and delta of the accounted run.
 
     Returns:
-        The upper end has delta_M(epsilon) + (1 + e^epsilon) m <= delta, and is inf if no such
-        epsilon was found. It is at most 1e-9 above the smallest such epsilon if m is small
-        against delta, and somewhat farther above it if such an epsilon barely exists.
+        Bounds of epsilon. The upper bound has delta_M(epsilon) + (1 + e^epsilon) m <= delta, and
+        is inf if no such epsilon was found. It is at most 1e-9 above the smallest such epsilon if
+        m is small against delta, and somewhat farther above if such an epsilon barely exists.
     """
     upper = _least_upper(failure, delta, get_epsilon, get_delta)
     reached = delta + _cost(upper, failure)

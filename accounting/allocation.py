@@ -7,11 +7,11 @@ under Q a mean of independent copies, and
     delta = E_Q (A - e^epsilon)_+  (remove),    delta = E_Q (1 - e^epsilon A)_+  (add).
 
 Both are convex in A, also in compositions, which multiply the A of their parts. So a law (a
-distribution of A) that is greater in convex order gives an upper end, and a lesser law a lower
-end. Splitting mass onto two values of A with the same mean makes a law greater. Merging mass at
-its mean makes it lesser, and so does leaving mass out for these functions. Means of independent
-laws keep the order. Laws are stored on a grid of log A. n is reached by doubling. All terms are
-positive, so nothing cancels, and both tails keep their precision.
+distribution of A) that is greater in convex order gives an upper bound, and a lesser law a lower
+bound. Splitting mass onto two values of A with the same mean makes a law greater. Merging mass at
+its mean makes it lesser; for these functions, leaving mass out does too. Means of independent laws
+keep the order. Laws are stored on a grid of log A. The law for n steps is computed by doubling
+the number of steps. All terms are positive, so nothing cancels, and both tails are precise.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .pairs import Pair
 _Array = NDArray[Any]
 _Index = NDArray[np.intp]
 
-_FINENESS = 1 / 24  # spacing of a law's grid over the standard deviation of log A
+_FINENESS = 1 / 24  # spacing of a law's grid divided by the standard deviation of log A
 _REACH = 9.3  # standard deviations of x that are covered
 _TAIL = 1e-20  # mass that may be cut off at each end of a law
 _DENSE = 5.0  # deviations around the mean of log A beyond which the grid is coarser
-_ROWS = 32  # evaluated together
+_ROWS = 32  # rows evaluated together
 _UNIT = 2.0**-53
 _MASS_ERROR = 1e-13  # relative error of one step's masses
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(8)
@@ -48,8 +48,8 @@ class Law:
     Attributes:
         steps: n.
         spacing: the spacing of the grid of log A.
-        stride: the spacing of R's grid over this one, a power of 2.
-        index: log A over the spacing, ascending; rounded down if masses were merged.
+        stride: the spacing of R's grid divided by `spacing`, a power of 2.
+        index: log A divided by the spacing, ascending; rounded down if masses were merged.
         mass: the mass under Q.
         moment: mass times A, which is the mass under P.
         zero: the mass under Q at A = 0.
@@ -96,7 +96,7 @@ def law_of(noise: float, steps: int, is_upper: bool) -> Law:
 
 
 def _one_step(deviation: float, is_upper: bool) -> Law:
-    """The law of R, whose logarithm is N(-deviation^2 / 2, deviation^2)."""
+    """Return the law of R, whose logarithm is N(-deviation^2 / 2, deviation^2)."""
     # Doubling n halves the A of a single large R. With this spacing it stays on the grid.
     spacing = math.log(2) / max(1, math.ceil(math.log(2) / (_FINENESS * deviation)))
     width = spacing / deviation
@@ -139,7 +139,7 @@ def _one_step(deviation: float, is_upper: bool) -> Law:
 
 
 def _mean(a: Law, b: Law, is_upper: bool) -> Law:
-    """The law of the mean over the steps of both, which are independent and share a spacing."""
+    """Return the law of the mean over all steps of two independent laws with equal spacing."""
     steps = a.steps + b.steps
     of_a, of_b, spacing = a.steps / steps, b.steps / steps, a.spacing
     # log A - log A_a depends on log A_b - log A_a only.
@@ -181,7 +181,7 @@ def _mean(a: Law, b: Law, is_upper: bool) -> Law:
 
 
 def _columns(a: Law, b: Law, first: int) -> list[tuple[slice, float]]:
-    """The masses of b to pair with rows of a; if a is b, each pair is evaluated once, doubled."""
+    """Return the masses of b to pair with rows of a; if a is b, each pair once, with weight 2."""
     if a is not b:
         return [(slice(None), 1.0)]
     end = first + _ROWS
@@ -189,7 +189,7 @@ def _columns(a: Law, b: Law, first: int) -> list[tuple[slice, float]]:
 
 
 def _trimmed(law: Law, is_upper: bool) -> Law:
-    """The law without its negligible ends, on coarser grids far from the mean."""
+    """Return the law without its negligible ends, on coarser grids far from the mean."""
     mass, index, spacing, stride = law.mass, law.index, law.spacing, law.stride
     zero, infinite = law.zero, law.infinite
     begin = int(np.searchsorted(np.cumsum(mass), _TAIL))

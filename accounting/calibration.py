@@ -20,7 +20,7 @@ def epochs_to_steps(*, epochs: float, sample_rate: float) -> int:
     """Return the number of steps of `epochs` epochs, rounded up.
 
     Args:
-        epochs: expected number of times that each sample is drawn, > 0.
+        epochs: expected number of batches that each sample is in, > 0.
         sample_rate: the probability that a sample is in a batch, in (0, 1].
 
     Returns:
@@ -157,7 +157,7 @@ def get_sample_rate(
     Args:
         target_epsilon, target_delta, steps, examples_per_unit, accountant: as in
             `get_noise_multiplier`.
-        noise_multiplier: the noise's standard deviation over the bound of one sample, > 0.
+        noise_multiplier: the noise's standard deviation divided by the bound of one sample, > 0.
 
     Returns:
         The sample_rate in (0, 1], at most 1e-4 relative below the greatest such rate.
@@ -208,7 +208,7 @@ def get_steps(
 
     Args:
         target_epsilon, target_delta, examples_per_unit, accountant: as in `get_noise_multiplier`.
-        noise_multiplier: the noise's standard deviation over the bound of one sample, > 0.
+        noise_multiplier: the noise's standard deviation divided by the bound of one sample, > 0.
         sample_rate: the probability that a sample is in a batch, in (0, 1].
 
     Returns:
@@ -236,8 +236,8 @@ def remaining_steps(
     """Compute how many more events can follow before the history exceeds a target.
 
     Args:
-        accountant: holds the history so far, which is not changed. For a `PoissonGaussian` or a
-            `Gaussian` it may be an accountant of Opacus.
+        accountant: the accountant whose history the events follow; it is not changed. For a
+            `PoissonGaussian` or a `Gaussian` it may be an accountant of Opacus.
         event: an event whose relation is the accountant's neighboring relation.
         target_epsilon: > 0.
         target_delta: in (0, 1).
@@ -316,7 +316,7 @@ def _append(history: list[Phase], noise_multiplier: float, rate: float, count: i
 def _number_of_steps(steps: int | None, epochs: float | None, sample_rate: float) -> int:
     if (steps is None) == (epochs is None):
         raise ValueError(
-            f"steps={steps!r}, epochs={epochs!r}: expected exactly one of them; "
+            f"steps={steps!r}, epochs={epochs!r}: expected exactly one of steps and epochs; "
             + ("pass one of them" if steps is None else "leave one of them out")
         )
     if epochs is not None:

@@ -59,7 +59,7 @@ class ContourAccountant(Accountant):
     """Epsilon by contour inversion: tight at any delta, for any number of different steps.
 
     Guarantees:
-        Both ends of an interval include three errors. The error of the trapezoidal rule is bounded
+        Both bounds of an interval include three errors. The trapezoidal rule's error is bounded
         by a theorem, whose two integrals are evaluated numerically. The error of the contour's
         finite length is bounded by the integrand at the contour's end and beyond, and float64's
         rounding by the sizes of all terms. Contours that contradict each other are dropped. If no
@@ -116,12 +116,12 @@ class ContourAccountant(Accountant):
 
 
 def _is_one_example(pairs: Pairs) -> bool:
-    """Whether this is one step with units of one example, which has a closed form."""
+    """Return whether this is one step with units of one example, which has a closed form."""
     return len(pairs) == 1 and pairs[0][1] == 1 == pairs[0][0].examples == pairs[0][0].steps
 
 
 def _has_allocation(pairs: Pairs) -> bool:
-    """Whether a pair describes random allocation, for which the cumulant is unknown."""
+    """Return whether a pair describes random allocation, for which the cumulant is unknown."""
     return any(pair.steps > 1 for pair, _ in pairs)
 
 
@@ -160,9 +160,9 @@ def _has_moderate_noise(pairs: Pairs) -> bool:
 
 
 def _is_lattice(pairs: Pairs) -> bool:
-    """Whether a step's loss has almost only two values, so that its transform does not decay.
+    """Return whether a step's loss has almost only two values: its transform does not decay.
 
-    The integrand along a contour then falls below rounding and rises again.
+    The integrand along a contour then falls below the rounding error and rises again.
     """
     return any(pair.rate < 1 and pair.noise < _LATTICE_NOISE for pair, _ in pairs)
 
@@ -216,7 +216,7 @@ def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Bounds:
 
 
 def _largest_added_loss(pairs: Pairs) -> float:
-    """The supremum of an addition's loss: the output shows that the sample was not drawn."""
+    """Return the supremum of an addition's loss: the output shows that the sample is absent."""
     if any(pair.rate == 1 for pair, _ in pairs):
         return math.inf
     return -math.fsum(count * pair.log_absence for pair, count in pairs)
@@ -225,7 +225,7 @@ def _largest_added_loss(pairs: Pairs) -> float:
 def _first_significant_delta(
     axis: RealAxis, epsilon: float, delta: float
 ) -> tuple[float, float, float]:
-    """Delta, its error and its derivative along the first contour on which delta exceeds error."""
+    """Return delta, its error and derivative, on the first contour where delta exceeds error."""
     found = (math.nan, math.nan, math.nan)
     for contour in axis.contours(epsilon):
         found = integral_along(axis.pairs, contour, False).delta(epsilon)
@@ -236,7 +236,6 @@ def _first_significant_delta(
 
 
 def _epsilon_bounds(line: ContourIntegral, epsilon: float, delta: float) -> _Bounds:
-    """Certified bounds of epsilon at this delta, along this contour."""
     for _ in range(6):
         value, error, slope = line.delta(epsilon)
         if not value > 0 > slope or error > delta:
@@ -264,7 +263,7 @@ def _epsilon_bounds(line: ContourIntegral, epsilon: float, delta: float) -> _Bou
 
 
 def _delta_of(pairs: Pairs, side: int, epsilon: float, *, enough: float | None = None) -> _Bounds:
-    """Certified delta of one direction; a bound of at most `enough` is sufficient."""
+    """Return certified bounds of one direction's delta; an upper bound <= `enough` suffices."""
     if side == ADD and epsilon >= _largest_added_loss(pairs):
         return _Bounds(0.0, 0.0)
     few = representatives(pairs)

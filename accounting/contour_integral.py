@@ -64,7 +64,7 @@ class Contour:
         return 0.9 * self.bend
 
     def step(self, level: int) -> float:
-        """The step of t, halved with each level."""
+        """Return the step of t, halved with each level."""
         return 0.2 * self.bend / 2**level
 
     def orders(self, t: _Real, shift: float) -> tuple[_Complex, _Complex]:
@@ -77,13 +77,13 @@ class Contour:
 
 
 def apex_of(side: int, k: int) -> float:
-    """The real order 1 + c or -c, c = 2^(k / 16)."""
+    """Return the real order 1 + c or -c, c = 2^(k / 16)."""
     c = 2.0 ** (k / OCTAVE)
     return 1 + c if side == REMOVE else -c
 
 
 def representatives(pairs: Pairs) -> Pairs:
-    """Return a few pairs that represent all pairs, to choose a contour by."""
+    """Return a few pairs that represent all pairs, by which a contour is chosen."""
     if len(pairs) <= _FEW:
         return pairs
     groups = np.array_split(np.arange(len(pairs)), _FEW)
@@ -97,14 +97,14 @@ def cut_probability(pairs: Pairs, cut: float | None) -> float:
 
 @lru_cache(maxsize=64)
 def _known_cumulants(*at: Any) -> dict[Pair, tuple[_Complex, _Real]]:
-    """The cache of single pairs' cumulants for these arguments of `_cumulants`."""
+    """Return the cache of single pairs' cumulants for these arguments of `_cumulants`."""
     return {}
 
 
 def _cumulants(
     pairs: Pairs, contour: Contour, piece: int, level: int, edges: bool, enough: float
 ) -> tuple[_Complex, _Real]:
-    """The composed cumulant and its error at a piece's nodes, then at nodes on both edges."""
+    """Return the composed cumulant and its error at a piece's nodes, then at both edges' nodes."""
     known = _known_cumulants(contour, piece, level, edges, enough)
     missing = [pair for pair, _ in pairs if pair not in known]
     if len(known) + len(missing) > _MOST_KNOWN:
@@ -174,7 +174,7 @@ class ContourIntegral:
         return best
 
     def _sum(self, epsilon: float, level: int) -> tuple[float, float, float, float]:
-        """Delta, its derivative, the error of rounding and of the end, and that of the step."""
+        """Return delta, its derivative, the error of rounding and of the end, the step's error."""
         step = self.contour.step(level)
         value = slope = rounding = strip = tail = largest = coarser = 0.0
         edge_open, peaks, edge_tails = [True, True], [0.0, 0.0], [0.0, 0.0]
@@ -238,7 +238,7 @@ class ContourIntegral:
     def _edges(
         self, epsilon: float, piece: int, cumulant: _Complex, error: _Real
     ) -> list[tuple[_Real, int]]:
-        """The integrand's modulus on both edges of the strip, and how many values are reliable."""
+        """Return the integrand's modulus on both edges, and the number of reliable values."""
         t = _nodes(piece, _EDGE_STEP)
         sides = []
         for index, shift in enumerate((-self.contour.shift, self.contour.shift)):
@@ -248,7 +248,7 @@ class ContourIntegral:
         return sides
 
     def _remainder(self, epsilon: float, start: float) -> float:
-        """The integral of the modulus beyond the contour's end, as far as float64 resolves it."""
+        """Integrate the modulus beyond the contour's end, as far as float64 resolves it."""
         begin = math.ceil(start / _PIECE) * _PIECE
         key, t = (begin, -1, 0), begin + _REMAINDER_NODES
         if key not in self._sums:
@@ -261,7 +261,7 @@ class ContourIntegral:
     def _terms(
         self, epsilon: float, t: _Real, shift: float, cumulant: _Complex, error: _Real
     ) -> tuple[_Complex, _Complex, _Real]:
-        """The integrand over pi, the integrand times -m over pi, and the rounding error."""
+        """Return the integrand / pi, the integrand times -m / pi, and the rounding error."""
         key = (float(t[0]), len(t), shift)
         if key not in self._factors:
             a, speed = self.contour.orders(t, shift)
@@ -319,7 +319,7 @@ class RealAxis:
         self._start = round(OCTAVE * math.log2(4 / math.sqrt(variance)))
 
     def cumulant(self, k: int, cut: float | None = None) -> float:
-        """K at the apex of k; inf if it cannot be computed."""
+        """Return K at the apex of k; inf if it cannot be computed."""
         if not _LEAST_K <= k <= _MOST_K:
             return math.inf
         if (k, cut) not in self._known:
@@ -377,7 +377,7 @@ class RealAxis:
     def _contour(
         self, epsilon: float, cut: float | None, small: bool
     ) -> tuple[Contour, float] | None:
-        """The contour through the minimum of the modulus, and roughly the log of that minimum."""
+        """Return a contour through the modulus's minimum, and roughly the log of the minimum."""
         if small and (self.side != REMOVE or epsilon == 0):
             return None
 
@@ -405,7 +405,7 @@ class RealAxis:
         return contour, modulus(k) + k * _LOG
 
     def _lowest(self, function: Callable[[int], float], start: int) -> int:
-        """The minimizer of a unimodal function on the grid."""
+        """Return the minimizer of a unimodal function on the grid."""
         k = max(_LEAST_K, min(start, _MOST_K))
         while not math.isfinite(function(k)) and k > _LEAST_K:
             k -= OCTAVE
@@ -423,7 +423,7 @@ class RealAxis:
 
 
 def _cut(delta: float, pairs: Pairs) -> float:
-    """The standard deviations beyond which outputs have a negligible probability against delta."""
+    """Return the deviations beyond which outputs have a probability negligible against delta."""
     steps = sum(count for _, count in pairs)
     needed = math.sqrt(2 * (math.log(steps) - math.log(max(delta, 1e-300)) + 35))
     return 4.0 * math.ceil(needed / 4)
@@ -435,13 +435,13 @@ def _chernoff_epsilon(cumulant: float, k: int, delta: float) -> float:
 
 
 def _chernoff_log_delta(cumulant: float, k: int, epsilon: float) -> float:
-    """E (1 - e^(epsilon - L))_+ <= E e^(c (L - epsilon)) max over x > 0 of (1 - e^-x) e^(-c x)."""
+    """Bound log delta, by (1 - e^-u)_+ <= e^(c u) max_x (1 - e^-x) e^(-c x) at u = L - epsilon."""
     c = 2.0 ** (k / OCTAVE)
     return cumulant - c * epsilon - _entropy(c)
 
 
 def _upper_cumulant(pairs: Pairs, side: int, k: int, cut: float | None) -> tuple[int, float]:
-    """The nearest k, not above this one, whose K is finite, and K plus its rounding error."""
+    """Return the largest tried k, at most this k, with finite K, and K plus its rounding error."""
     for _ in range(_TRIES):
         order = np.array([apex_of(side, k) + 0j])
         found, errors = log_mgfs([pair for pair, _ in pairs], order, cut=cut, enough=_ENOUGH)
@@ -454,7 +454,7 @@ def _upper_cumulant(pairs: Pairs, side: int, k: int, cut: float | None) -> tuple
 
 
 def _entropy(c: float) -> float:
-    """(1 + c) log(1 + c) - c log c."""
+    """Return (1 + c) log(1 + c) - c log c."""
     return math.log1p(c) + c * math.log1p(1 / c)
 
 

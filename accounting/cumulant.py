@@ -126,7 +126,7 @@ def _log_of(excess: _Complex, rounding: _Real) -> tuple[_Complex, _Real]:
 def _real_line_excesses(
     pairs: Sequence[Pair], orders: _Complex, cut: float | None, enough: float
 ) -> tuple[_Complex, _Real]:
-    """`_real_line_excess` of many simple pairs; NaN if the real line is not accurate enough."""
+    """Return `_real_line_excess` of many simple pairs; NaN if the real line is too inaccurate."""
     s, q = np.array([(pair.noise, pair.rate) for pair in pairs]).T[:, :, None]
     path, loss, log_density = _coarse_paths(tuple(pairs), cut)
     excess = np.empty((len(pairs), len(orders)), complex)
@@ -170,7 +170,7 @@ def _real_line_excesses(
 def _sums(
     s: _Real, q: _Real, low: _Real, high: _Real, orders: _Complex, size: int
 ) -> tuple[_Complex, _Real]:
-    """M - 1 of some pairs by `size` nodes, and its rounding error."""
+    """Return M - 1 of some pairs by `size` nodes, and its rounding error."""
     y = low[:, None] + (high - low)[:, None] * _unit_grid(size)
     loss, log_density = _real_paths(s, q, y)
     log_density += np.log((high - low)[:, None] / (size - 1))
@@ -196,7 +196,7 @@ def _unit_grid(size: int) -> _Real:
 
 @lru_cache(maxsize=32)
 def _coarse_paths(pairs: tuple[Pair, ...], cut: float | None) -> tuple[_Real, _Real, _Real]:
-    """`_coarse_path` of simple pairs, [pairs, nodes]."""
+    """Return `_coarse_path` of simple pairs, [pairs, nodes]."""
     s, q = np.array([(pair.noise, pair.rate) for pair in pairs]).T[:, :, None]
     low, high = -_FARTHEST - 0.5 / s, (_FARTHEST if cut is None else cut) + 0.5 / s
     y = (low + (high - low) * _unit_grid(_COARSE)) / s
@@ -204,7 +204,7 @@ def _coarse_paths(pairs: tuple[Pair, ...], cut: float | None) -> tuple[_Real, _R
 
 
 def _real_paths(s: _Real, q: _Real, y: _Real) -> tuple[_Real, _Real]:
-    """`_real_path` of simple pairs, [pairs, nodes]."""
+    """Return `_real_path` of simple pairs, [pairs, nodes]."""
     log_density = s * y
     log_density += 0.5 / s
     np.square(log_density, out=log_density)
@@ -244,7 +244,7 @@ class RoughCumulants:
         return np.asarray(result)
 
     def _path(self, cut: float | None) -> tuple[_Real, ...]:
-        """Loss, log density and density [pairs, nodes], the sum of g(loss), the step."""
+        """Return loss, log density and density [pairs, nodes], the sum of g(loss), the step."""
         y, loss, log_density = _coarse_paths(self._pairs, cut)
         weight = np.exp(log_density)
         mean = _real_g(loss, log_density, weight).sum(axis=1)
@@ -271,7 +271,7 @@ def rough_log_mgf(pair: Pair, order: float, cut: float | None) -> float:
 
 
 def _angle(pair: Pair, orders: _Complex, cut: float | None) -> float:
-    """The angle of a ray that suits all orders; 0 for the real line."""
+    """Return the angle of a ray that suits all orders; 0 for the real line."""
     needed = math.pi / 2 - float(np.angle(orders).min()) + _MARGIN
     # On a ray the Gaussian is e^((angle s)^2 / 2) times as large as on the line.
     largest = min(_LARGEST_ANGLE, 4.9 / pair.noise)
@@ -292,7 +292,7 @@ class _Window(NamedTuple):
 def _excess(
     pair: Pair, orders: _Complex, window: _Window, digits: float
 ) -> tuple[_Complex, _Real]:
-    """M - 1, and its rounding error."""
+    """Return M - 1, and its rounding error."""
     if window.error == math.inf:
         return np.full(orders.shape, np.nan + 0j), np.full(orders.shape, np.nan)
     step = _RAY_STEP if window.angle else _line_step(pair, orders, window.high, digits)
@@ -312,7 +312,7 @@ def _excess(
 
 
 def _real_line_excess(pair: Pair, orders: _Complex, window: _Window) -> tuple[_Complex, _Real]:
-    """M - 1 on the real line, and its rounding error, which is relative to M."""
+    """Return M - 1 on the real line, and its rounding error, which is relative to M."""
     if pair.symmetric:
         return _excess(pair, orders, window, _REAL_LINE_DIGITS)
     y, step = _nodes(
@@ -337,7 +337,7 @@ def _real_path(pair: Pair, y: _Real) -> tuple[_Real, _Real]:
 
 
 def _path(pair: Pair, y: _Real, angle: float) -> tuple[_Complex, _Complex]:
-    """The loss along the line or ray, and the log of the density of y there."""
+    """Return the loss along the line or ray, and the log of the density of y there."""
     s, q = pair.noise, pair.rate
     log_scale = math.log(s / math.sqrt(2 * math.pi))
     if not angle:
@@ -352,7 +352,7 @@ def _path(pair: Pair, y: _Real, angle: float) -> tuple[_Complex, _Complex]:
 
 
 def _window(pair: Pair, orders: _Complex, angle: float, cut: float | None, nats: float) -> _Window:
-    """The range of y in which the integrand exceeds e^-nats times its largest value."""
+    """Return the range of y in which the integrand exceeds e^-nats times its largest value."""
     y, loss, log_density = _coarse_path(pair, angle, cut)
     forward = (orders * np.exp(1j * angle)).real if angle else orders.real
     extremes = orders[[int(np.argmax(forward)), int(np.argmin(forward))]]
@@ -373,7 +373,7 @@ def _window(pair: Pair, orders: _Complex, angle: float, cut: float | None, nats:
 
 
 def _tail_exponent(pair: Pair, order: complex, angle: float = 0.0) -> float:
-    """The largest exponent of the integrand beyond the coarse path."""
+    """Return the largest exponent of the integrand beyond the coarse path."""
     s = pair.noise
     growth = pair.examples * (order * np.exp(1j * angle)).real
     # Beyond the path the Gaussian decays faster than e^(growth y) grows, and the loss grows at
@@ -401,7 +401,7 @@ def _coarse_path(pair: Pair, angle: float, cut: float | None) -> tuple[_Real, _C
 
 
 def _line_step(pair: Pair, orders: _Complex, high: float, digits: float) -> float:
-    """The step of y. Along Im y = t / s the integrand grows by e^(t^2 / 2 + |Im a| Im l)."""
+    """Return the step of y. On Im y = t / s the integrand grows by e^(t^2 / 2 + |Im a| Im l)."""
     s = pair.noise
     if pair.examples > 1:
         return _mixture_step(pair, orders, high, digits)
@@ -414,7 +414,7 @@ def _line_step(pair: Pair, orders: _Complex, high: float, digits: float) -> floa
 
 
 def _mixture_step(pair: Pair, orders: _Complex, high: float, digits: float) -> float:
-    """The step of y at which the trapezoidal rule errs by e^-digits of the integrand's peak.
+    """Return the step of y at which the trapezoidal error is e^-digits of the integrand's peak.
 
     The error is at most I / (e^(2 pi t / step) - 1), where I is the integral of the integrand's
     modulus along Im y = t and Im y = -t. On these lines |f| (see `mixture`) is at most its value
@@ -447,7 +447,7 @@ def _output(pair: Pair, y: _Real) -> _Real:
 def _symmetric_excess(
     pair: Pair, orders: _Complex, angle: float, top: float, step: float
 ) -> tuple[_Complex, _Real]:
-    """M - 1 of a symmetric pair, each exponent integrated on its own ray from the loss 0.
+    """Return M - 1 of a symmetric pair; each exponent is integrated on its ray from the loss 0.
 
     Nodes are equidistant in t with y = log(1 + e^t). Near the loss 0 the integrand decays as
     e^(3 t).
@@ -479,7 +479,7 @@ def _symmetric_excess(
 
 
 def _nodes(low: float, high: float, step: float) -> tuple[_Real, float]:
-    """Nodes at most a step apart, and their distance; NaN if there would be too many."""
+    """Return nodes at most a step apart, and their distance; NaN if there would be too many."""
     if not (high - low) / step < _MOST_NODES:
         return np.array([math.nan]), math.nan
     x, step = np.linspace(low, high, max(2, math.ceil((high - low) / step) + 1), retstep=True)
@@ -487,7 +487,7 @@ def _nodes(low: float, high: float, step: float) -> tuple[_Real, float]:
 
 
 def _total(terms: _Complex, exponents: _Real) -> tuple[_Complex, _Real]:
-    """The sum of the terms, and its rounding error, which grows with the exponents."""
+    """Return the sum of the terms, and its rounding error, which grows with the exponents."""
     return terms.sum(axis=1), _ROUNDING * (np.abs(terms) * (48 + exponents)).sum(axis=1)
 
 
@@ -520,7 +520,7 @@ def _real_g(w: _Real, log_weight: _Real, weight: _Real | None = None) -> _Real:
 
 
 def _log1p(x: _Complex) -> _Complex:
-    """log(1 + x), accurate near 0 (numpy computes log(1 + x) for complex x)."""
+    """Return log(1 + x), accurate near 0 (numpy computes log(1 + x) for complex x)."""
     modulus = np.abs(1 + x)
     # Near -1 the log of the squared modulus would lose its precision.
     is_near = (modulus > 0.5) & (modulus < 2)
@@ -531,7 +531,7 @@ def _log1p(x: _Complex) -> _Complex:
 
 
 def _log_expm1(w: _Complex) -> _Complex:
-    """log(e^w - 1) for Re w > 0, its imaginary part continuous."""
+    """Return log(e^w - 1) for Re w > 0, with a continuous imaginary part."""
     return np.where(
         w.real > 1, w + np.log(-np.expm1(-w)), np.log(np.expm1(np.where(w.real > 1, 1, w)))
     )

@@ -89,7 +89,7 @@ def from_dp_event(
     neighboring_relation: str = ADD_REMOVE,
     noise_relative_to: str | None = None,
 ) -> Event:
-    """Convert a DpEvent of dp_accounting to an event that `Accountant.compose` takes.
+    """Convert a DpEvent of dp_accounting to an event for `Accountant.compose`.
 
     Args:
         dp_event: a Gaussian event, also with Poisson sampling, truncated Poisson sampling or
@@ -236,7 +236,7 @@ class _Reader:
         )
 
     def _noise(self, given: Any, replaced: bool) -> float:
-        """Return the joint noise multiplier, over the bound, of Gaussians on one batch."""
+        """Return the joint noise multiplier of Gaussians on one batch, relative to the bound."""
         return _joint(self.theirs, given) * _sensitivity(self.reading, replaced)
 
 
@@ -266,8 +266,8 @@ def _sensitivity(reading: str | None, replaced: bool) -> float:
     if reading is None:
         raise ValueError(
             "noise_relative_to=None: if a sample is replaced by another, dp_accounting's "
-            "accountants read a noise_multiplier in different ways; pass 'bound' (relative to "
-            "one sample's bound: PLDAccountant) or 'sensitivity' (to twice that: RdpAccountant)"
+            "accountants differ on a noise_multiplier; pass 'bound' (relative to one sample's "
+            "bound, as in PLDAccountant) or 'sensitivity' (to twice the bound, RdpAccountant)"
         )
     return 2.0 if reading == "sensitivity" else 1.0
 
@@ -276,7 +276,7 @@ def _check_not_sensitivity(refused: bool) -> None:
     if refused:
         raise ValueError(
             "noise_relative_to='sensitivity': TruncatedSubsampledGaussianDpEvent's noise is "
-            "relative to the bound of one sample and RdpAccountant does not take it; pass 'bound'"
+            "relative to one sample's bound, and RdpAccountant does not support it; pass 'bound'"
         )
 
 

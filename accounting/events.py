@@ -1,8 +1,8 @@
 """Privacy events: the mechanisms that accountants compose, each under a neighboring relation.
 
-Under every relation a noise_multiplier is the noise's standard deviation over the bound of one
-sample's contribution. Under "replace_one" a sum may change by twice that bound; events include
-this factor.
+Under every relation a noise_multiplier is the noise's standard deviation divided by the L2 bound
+of one sample's contribution. Under "replace_one" a sum may change by twice that bound; events
+include this factor.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Event(ABC):
     """A mechanism that was applied to the data, and the neighboring relation of its guarantee.
 
     Attributes:
-        relation: "add_remove" (one sample more or less), "zero_out" (one sample replaced by
-            nothing; the size of the dataset is public) or "replace_one" (one sample replaced by
-            another). For `UnitPoissonGaussian`, replace "one sample" by "one unit".
+        relation: "add_remove" (one sample is added or removed), "zero_out" (one sample is
+            replaced by nothing; the size of the dataset is public) or "replace_one" (one sample
+            is replaced by another). For `UnitPoissonGaussian`, read "one unit" for "one sample".
     """
 
     relation: str = ADD_REMOVE
@@ -62,7 +62,7 @@ class Event(ABC):
         """Return the dominating pairs, each with the number of times that it is composed."""
 
     def failure(self) -> float:
-        """Bound the probability that the mechanism differs from the one that `pairs` describes."""
+        """Bound the probability that the mechanism differs from that described by `pairs`."""
         return 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Event(ABC):
         return {"event": type(self).__name__, **own}
 
     def _sensitivity(self) -> float:
-        """Return by how much a sum may change between neighbors, over the bound of one sample."""
+        """Return the largest change of a sum between neighbors, divided by a sample's bound."""
         return 2.0 if self.relation == REPLACE_ONE else 1.0
 
 
@@ -80,7 +80,7 @@ class Gaussian(Event):
     """A sum over the whole dataset, with Gaussian noise.
 
     Attributes:
-        noise_multiplier: the noise's standard deviation over the bound of one sample, >= 0.
+        noise_multiplier: the noise's standard deviation divided by the bound of one sample, >= 0.
     """
 
     noise_multiplier: float
@@ -115,7 +115,7 @@ class PoissonGaussian(Event):
     """A sum over a Poisson batch, which each sample enters independently, with Gaussian noise.
 
     Attributes:
-        noise_multiplier: the noise's standard deviation over the bound of one sample, >= 0.
+        noise_multiplier: the noise's standard deviation divided by the bound of one sample, >= 0.
         sample_rate: the probability that a sample is in a batch, in [0, 1].
     """
 
@@ -144,7 +144,7 @@ class UnitPoissonGaussian(PoissonGaussian):
     removed or zeroed together. The guarantee does not depend on the units' numbers of examples.
 
     Attributes:
-        noise_multiplier: the noise's standard deviation over the bound of one example, >= 0.
+        noise_multiplier: the noise's standard deviation divided by the bound of one example, >= 0.
         sample_rate: the probability that an example is in a batch, in [0, 1].
         examples_per_unit: k >= 1, the largest number of examples of one unit. With 1 the event
             costs the same as `PoissonGaussian`.
@@ -216,8 +216,8 @@ class CyclicPoissonGaussian(PoissonGaussian):
     independently. The rounds of banded noise compose. A last round of fewer batches costs no more.
 
     Attributes:
-        noise_multiplier: the standard deviation of the independent noise z over the norm of a
-            column of C and over the bound, see `dpflash.noise.Banded`, >= 0.
+        noise_multiplier: the standard deviation of the independent noise z, divided by the norm
+            of a column of the matrix C and by the bound, see `dpflash.noise.Banded`, >= 0.
         sample_rate: the probability that a sample is in the batch of its part, in [0, 1].
         bands: b >= 1, the number of parts and of batches in a round.
 
@@ -240,13 +240,13 @@ class CyclicPoissonGaussian(PoissonGaussian):
 class RandomAllocationGaussian(Event):
     """A run of T sums with Gaussian noise, in which each sample takes part in k steps.
 
-    The steps are cut into k blocks of consecutive steps, whose lengths differ by at most one. In
-    each block a sample is in one step, which is chosen uniformly at random and independently of
+    The steps are divided into k blocks of consecutive steps, whose lengths differ by at most one.
+    In each block a sample is in one step, which is chosen uniformly at random and independently of
     the other samples and blocks, and stays secret. With k = 1 a sample is in one random step of
-    the run ("balls in bins", "balanced iteration"). For several epochs compose one event each.
+    the run ("balls in bins", "balanced iteration"). Compose one event for each of several epochs.
 
     Attributes:
-        noise_multiplier: the noise's standard deviation over the bound of one sample, >= 0.
+        noise_multiplier: the noise's standard deviation divided by the bound of one sample, >= 0.
         steps: T >= 1, the number of steps of the run.
         participations: k, the number of steps that a sample takes part in, 1 <= k <= steps.
 
@@ -254,11 +254,11 @@ class RandomAllocationGaussian(Event):
         Let a block have n steps. The pair (1/n) sum over t of N(e_t, noise_multiplier^2 I) against
         N(0, noise_multiplier^2 I), in n dimensions, dominates the block in both directions and is
         attained. The sample changes only its own step's sum, by at most one bound, and the change
-        may depend on earlier outputs. So all sums together are obtained, step by step, from a
-        draw of the pair, scaled by the change, with noise added. Blocks are independent, so their
-        pairs compose. This also bounds the sampler that draws k of all T steps uniformly, without
-        blocks: it has the same distribution with a random partition of the steps into sets of
-        these lengths in place of the blocks, and the cost with a published partition is the same.
+        may depend on earlier outputs. So all sums together are obtained, step by step, from one
+        sample of the pair, scaled by the change, with noise added. Blocks are independent, so
+        their pairs compose. The bound also holds for the sampler that draws k of all T steps
+        uniformly, without blocks: it has the same distribution as a random partition of the steps
+        into sets of these lengths, and the cost with a published partition is the same.
 
     Source:
         Feldman and Shenfeld 2025, Privacy amplification by random allocation (arXiv 2502.08202);
@@ -284,7 +284,7 @@ class RandomAllocationGaussian(Event):
         if self.steps > _LONGEST_BLOCK * self.participations:
             raise ValueError(
                 f"steps={self.steps!r}: expected blocks of at most {_LONGEST_BLOCK} steps; pass "
-                "more participations, or the run in parts"
+                "more participations, or divide the run into several events"
             )
 
     def pairs(self) -> list[tuple[Pair, int]]:
@@ -305,7 +305,7 @@ class FixedSizeGaussian(Event):
     that the sum may change by twice the bound. Under "zero_out" this is only an upper bound.
 
     Attributes:
-        noise_multiplier: the noise's standard deviation over the bound of one sample, >= 0.
+        noise_multiplier: the noise's standard deviation divided by the bound of one sample, >= 0.
         batch_size: the number of samples in a batch, 1 <= batch_size <= num_samples.
         num_samples: the size of the dataset.
 
@@ -340,7 +340,7 @@ class SelfComposed(Event):
 
     Attributes:
         event: an event under the same relation.
-        count: how often the event is composed, >= 0.
+        count: the number of times that the event is composed, >= 0.
     """
 
     event: Event
@@ -444,7 +444,7 @@ def joint_noise_multiplier(noise_multipliers: Sequence[float]) -> float:
     """Return one noise multiplier for groups of coordinates with separate clipping and noise.
 
     Args:
-        noise_multipliers: for each group, the noise's standard deviation over the group's bound.
+        noise_multipliers: each group's standard deviation of noise, divided by its bound.
 
     Returns:
         (sum of 1 / noise_multiplier^2)^(-1/2): with this noise multiplier, all groups of one batch
@@ -454,7 +454,7 @@ def joint_noise_multiplier(noise_multipliers: Sequence[float]) -> float:
         ValueError: there is no group, or a value is negative or not a number.
     """
     if not len(noise_multipliers):
-        raise ValueError("noise_multipliers=[]: expected one for each group; pass at least one")
+        raise ValueError("noise_multipliers=[]: expected one number per group; pass at least one")
     for noise_multiplier in noise_multipliers:
         _validate.non_negative(noise_multiplier=noise_multiplier)
     least = min(noise_multipliers)

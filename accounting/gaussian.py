@@ -19,7 +19,7 @@ def gaussian_delta(*, epsilon: float, noise_multiplier: float, steps: int = 1) -
 
     Args:
         epsilon: >= 0, finite.
-        noise_multiplier: standard deviation of the noise over the sensitivity, >= 0.
+        noise_multiplier: standard deviation of the noise divided by the sensitivity, >= 0.
         steps: number of mechanisms composed, >= 0.
 
     Returns:
@@ -57,7 +57,7 @@ def gaussian_epsilon(*, delta: float, noise_multiplier: float, steps: int = 1) -
 
     Args:
         delta: in (0, 1).
-        noise_multiplier: standard deviation of the noise over the sensitivity, >= 0.
+        noise_multiplier: standard deviation of the noise divided by the sensitivity, >= 0.
         steps: number of mechanisms composed, >= 0.
 
     Returns:

@@ -7,7 +7,7 @@ sum p_j N(j, s^2) and N(0, s^2), and the loss l, are
     f(x) = sum over j of p_j r_j,    r_j = e^((2 j x - j^2) / (2 s^2)),    l = log f,
 
 so l increases with x and is convex. f is a polynomial in e^(x / s^2) whose zeros are real and
-negative: the zeros of (1 - q + q u)^k are, and multiplying the coefficients by e^(-j^2 / (2 s^2))
+negative: so are those of (1 - q + q u)^k, and multiplying the coefficients by e^(-j^2 / (2 s^2))
 preserves this (Polya and Schur 1914: a multiplier sequence). So l is analytic for |Im x| < pi s^2.
 """
 
@@ -104,12 +104,12 @@ class Mixture:
         return float(np.exp(self.log_p[1 : self.most + 1]) @ apart)
 
     def exponents(self, x: _Real) -> _Real:
-        """The magnitude of the exponents whose rounding enters l(x): |log p_j| of the likely j."""
+        """Approximate the exponents whose rounding error enters l(x): |log p_j| of likely j."""
         j = np.clip(np.rint(self.mean(x)).astype(np.intp), 0, self.examples)
         return np.asarray(8 + 2 * np.abs(self.log_p[j]))
 
     def loss_variance(self) -> float:
-        """Approximate the loss's variance: by chi-squared divergence, or as if all were drawn."""
+        """Approximate the loss's variance: by chi-squared divergence or, if less, at rate 1."""
         whole = (self.examples / self.noise) ** 2
         j, log_p = np.arange(1, self.most + 1), self.log_p[1 : self.most + 1]
         exponent = np.outer(j, j) / self.noise**2
@@ -137,7 +137,7 @@ class Mixture:
         return np.concatenate(parts).reshape(np.shape(x))
 
     def _last(self, x: float) -> int:
-        """The last j whose term is not negligible at this output and at smaller outputs."""
+        """Return the last j whose term is not negligible at this output and at smaller outputs."""
         if not math.isfinite(x):
             return self._usual
         j = np.arange(1, self.examples + 1)
@@ -171,7 +171,7 @@ class Mixture:
         return np.asarray(peak + np.log(np.abs(total)))
 
     def _rest(self, j: _Real, x: _Real, logs: _Real) -> tuple[_Real, _Real]:
-        """log(f - p_0) and its derivative."""
+        """Return log(f - p_0) and its derivative."""
         weights = logs + self.log_p[1 : len(j) + 1]
         peak = weights.max(axis=1)
         terms = np.exp(weights - peak[:, None])

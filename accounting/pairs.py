@@ -1,7 +1,7 @@
 """Dominating pairs, by which accountants describe mechanisms.
 
-Letters: s is the noise's standard deviation over the distance by which one example moves the mean,
-q the sample rate, k the number of examples of a unit. An example is in one of n steps.
+Letters: s is the noise's standard deviation divided by the distance by which one example moves the
+mean, q the sample rate, k the number of examples of a unit. An example is in one of n steps.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def canonical(pairs: Iterable[tuple[Pair, int]]) -> Pairs:
     """Merge and sort the pairs, so that the order of composition does not change the result."""
     counts: Counter[Pair] = Counter()
     for pair, count in pairs:
-        # At rate 1 all kinds are one Gaussian.
+        # At rate 1, pairs of all kinds are the same Gaussian.
         whole = pair.rate == 1
         counts[Pair(pair.whole_noise, 1.0) if whole else pair] += count
     return tuple(sorted((item for item in counts.items() if item[1]), key=_order))

@@ -1,4 +1,4 @@
-"""PLDAccountant: composes discretized privacy losses with the FFT; both ends are certified.
+"""PLDAccountant: composes discretized privacy losses with the FFT; both bounds are certified.
 
 The privacy loss is L = log(dP/dQ) under P, and delta(e) = E (1 - exp(e - L))_+. `pld_loss`
 discretizes the loss of one step, `pld_plan` chooses the grid and its window, and this file
@@ -33,17 +33,17 @@ _FFT_ERROR = 2.5 * UNIT  # error of one level of the FFT, relative to the sum of
 
 
 class PLDAccountant(Accountant):
-    """Epsilon by the FFT: a few hundredths of a percent too large, and with a lower end.
+    """Epsilon by the FFT: an upper bound, too large by hundredths of a percent, and a lower bound.
 
     Guarantees:
         Under the assumptions of `Accountant` the history is (get_epsilon(delta), delta)-private
         and (epsilon, get_delta(epsilon))-private. It is not private with a value below the lower
-        end. The rounding of the FFT, the mass outside of its window and the mass that wraps around
-        are bounded and included in both ends.
+        bound. The rounding of the FFT, the mass outside of its window and the mass that wraps
+        around are bounded and included in both bounds.
 
     Source:
-        Upper end: Doroshenko, Ghazi, Kamath, Kumar, Manurangsi 2022, Connect the Dots. Lower end:
-        merging outputs is post-processing; cells are moved until their losses lie on a grid.
+        Upper bound: Doroshenko, Ghazi, Kamath, Kumar, Manurangsi 2022, Connect the Dots. Lower
+        bound: merging outputs is post-processing; cells are moved until losses lie on a grid.
         Exponential tilting makes rounding relative to delta instead of to 1: Cramer 1938;
         Koskela, Jaelkoe, Prediger, Honkela 2021 compose without tilting.
     """
@@ -58,7 +58,7 @@ class PLDAccountant(Accountant):
 
 
 def pld_epsilon(pairs: Pairs, delta: float) -> Interval:
-    """Return both ends of epsilon at delta."""
+    """Return the lower and upper bound of epsilon at delta."""
     if _total_variation(pairs) <= delta:
         return Interval(0.0, 0.0)
     closed = gaussian_epsilon(delta=delta, noise_multiplier=joint_noise(pairs))
@@ -66,19 +66,19 @@ def pld_epsilon(pairs: Pairs, delta: float) -> Interval:
 
 
 def pld_delta(pairs: Pairs, epsilon: float) -> Interval:
-    """Return both ends of delta at epsilon."""
+    """Return the lower and upper bound of delta at epsilon."""
     closed = gaussian_delta(epsilon=epsilon, noise_multiplier=joint_noise(pairs))
     closed = min(1.0, _total_variation(pairs), closed * (1 + 1e-9) + 1e-300)
     return _both_directions(pairs, Query(epsilon=epsilon), closed)
 
 
 def _total_variation(pairs: Pairs) -> float:
-    """The sum of the pairs' total variations, or of bounds on them, which bounds every delta."""
+    """Return a bound of every delta: the sum of (bounds of) the pairs' total variations."""
     return (1 + 1e-12) * math.fsum(n * _variation(pair) for pair, n in pairs)
 
 
 def _variation(pair: Pair) -> float:
-    """A pair's total variation: n q (2 Phi(1 / (2 s)) - 1) for one example in n steps."""
+    """Return a pair's total variation: n q (2 Phi(1 / (2 s)) - 1) for one example in n steps."""
     if pair.examples > 1:
         return mixture_of(pair).total_variation()
     return pair.rate * pair.steps * float(erf(1 / (pair.noise * math.sqrt(8))))
@@ -159,7 +159,7 @@ def _epsilon_at(composition: Composition, delta: float) -> float:
         found = composition.delta(epsilon)
         return math.log(found / delta) if found > 0 else -1e3
 
-    # The lower end of delta is useful only near the reference, so the search starts there.
+    # The lower bound of delta is useful only near the reference, so the search starts there.
     high = composition.reference
     step = 0.02 / composition.theta
     while excess(high) > 0:
@@ -205,7 +205,7 @@ class Composition:
     is_upper: bool
 
     def delta(self, epsilon: float) -> float:
-        """Return an upper end of delta at this epsilon, or a lower end unless `is_upper`."""
+        """Return an upper bound of delta at this epsilon, or a lower bound unless `is_upper`."""
         exponent = self.theta * (self.reference - epsilon)
         kernel = float(log_kernel(self.theta))
         log_chernoff = self.log_scale + exponent + kernel + self.relative
@@ -225,7 +225,7 @@ class Composition:
         return min(1.0, total + self.infinite) + 5e-324
 
     def _kernel_sums(self) -> tuple[float, float]:
-        """The 1-norm and 2-norm of exp(-theta l) (1 - exp(-l)) on l = D, 2 D, ..., D = spacing."""
+        """Return 1-norm, 2-norm of exp(-theta l) (1 - exp(-l)), l = D, 2 D, ..., D = spacing."""
         rates = np.array([0.0, 1.0, 2.0])
         one = 1 / np.expm1((self.theta + rates) * self.spacing)
         two = 1 / np.expm1((2 * self.theta + rates) * self.spacing)
@@ -235,7 +235,7 @@ class Composition:
 
 
 def compose(pairs: Pairs, sign: int, plan: Plan, spacing: float, is_upper: bool) -> Composition:
-    """Compose all pairs on one grid, for an upper or a lower end of delta."""
+    """Compose all pairs on one grid, for an upper or a lower bound of delta."""
     theta = plan.theta
     atoms = [
         pessimistic(pair, sign, spacing, span)
@@ -318,7 +318,7 @@ def _log_means(masses: Array, losses: Array, taus: Array) -> Array:
 
 
 def _fold(masses: Array, first: int, size: int) -> Array:
-    """The masses added up by their index modulo `size`."""
+    """Return the masses added up by their index modulo `size`."""
     start = first % size
     padded = np.zeros(-(-(start + len(masses)) // size) * size)
     padded[start : start + len(masses)] = masses

@@ -134,7 +134,7 @@ class Atoms:
 
 
 def _integrals(dist: LossDistribution, edges: Array, references: Array) -> tuple[Array, Array]:
-    """Each cell's mass, and E (1 - exp(reference - L)) over the cell, by Gauss quadrature."""
+    """Return each cell's mass, and E (1 - exp(reference - L)) over it, by Gauss quadrature."""
     low, high = dist.ends()
     edges = np.clip(edges, low, high)
     widths = np.diff(edges)
@@ -198,7 +198,7 @@ def pessimistic(pair: Pair, sign: int, spacing: float, span: tuple[float, float]
 
 
 def _split(pair: Pair, sign: int, spacing: float, span: tuple[float, float]) -> Atoms:
-    """`pessimistic` for random allocation, whose losses are discrete."""
+    """Return `pessimistic` for random allocation, whose losses are discrete."""
     losses, masses, _, infinite = losses_of(pair, sign, True)
     first = math.floor(span[0] / spacing)
     last = max(math.ceil(span[1] / spacing), first + 1)
@@ -216,7 +216,7 @@ def _split(pair: Pair, sign: int, spacing: float, span: tuple[float, float]) -> 
 def _merged(
     pair: Pair, sign: int, spacing: float, span: tuple[float, float]
 ) -> tuple[int, Array, Array]:
-    """`_cells` for random allocation, whose losses are discrete: the first j, losses and masses.
+    """Return the first j, losses and masses of cells for random allocation (discrete losses).
 
     A loss's mass is spread up to the middles between it and its neighbors, so that the border of
     two cells may divide it. This is valid, because outputs with equal losses may be distinguished.
@@ -336,7 +336,7 @@ def optimistic(
 
 
 def _least_rounding(losses: Array, masses: Array, theta: float, spacing: float) -> float:
-    """The shift of the grid that rounds the tilted losses by the least amount."""
+    """Return the shift of the grid that rounds the tilted losses by the least amount."""
     exponents = np.log(masses) + theta * losses
     weights = np.exp(exponents - exponents.max())
     rests = losses - spacing * np.floor(losses / spacing)

@@ -1,6 +1,6 @@
 """Chooses the tilt, window and grid of a composition.
 
-No value here needs to be exact: any plan gives valid ends, and a bad plan gives a wide interval.
+No value here needs to be exact: every plan gives valid bounds; a bad plan widens the interval.
 Letters: D is the grid's spacing, K the log of a loss distribution's moment generating function.
 """
 
@@ -17,7 +17,7 @@ from .allocation import losses_of
 from .pairs import Pair, Pairs
 from .pld_loss import Array, loss_distribution
 
-TOLERANCE = 3e-4  # target error of each end, relative to epsilon
+TOLERANCE = 3e-4  # target error of each bound, relative to epsilon
 _MOST_POINTS = 2**21
 _LOG_OUTSIDE = -24.0  # log of the tilted mass that may lie outside of the window
 _LEAST_LOG_DELTA = -650.0  # below it only closed-form bounds are used
@@ -83,7 +83,7 @@ def _cumulant(sampled: _Sampled, thetas: Array) -> Array:
 
 
 def log_kernel(theta: Array | float) -> Array:
-    """Log max over l of exp(-theta l) (1-exp(-l)): theta log theta - (1+theta) log(1+theta)."""
+    """Return log max_l exp(-theta l) (1-exp(-l)) = theta log theta - (1+theta) log(1+theta)."""
     theta = np.asarray(theta, dtype=np.float64)
     return -np.log1p(theta) - theta * np.log1p(1 / theta)
 

@@ -17,7 +17,7 @@ class PRVAccountant(Accountant):
     """Opacus' PRV accountant behind this library's interface; needs `pip install opacus`.
 
     It reports Opacus' own interval, which is a bound only up to floating-point errors: at delta
-    <= 1e-9 its upper end was measured below the true epsilon (10.1197 instead of 10.1224 at
+    <= 1e-9 its upper bound was measured below the true epsilon (10.1197 instead of 10.1224 at
     sample_rate 1e-3, noise_multiplier 0.6, 10^5 steps and delta 1.1e-10). For results that you
     publish use accountant="contour".
 
@@ -36,13 +36,13 @@ class PRVAccountant(Accountant):
         except (RuntimeError, ValueError) as failure:
             raise _refusal(f"delta={delta!r}", failure) from failure
         if not math.isfinite(upper):
-            raise _refusal(f"delta={delta!r}", f"its upper end is {upper}")
+            raise _refusal(f"delta={delta!r}", f"its upper bound is {upper}")
         lower = max(0.0, float(lower)) if math.isfinite(lower) else None
         return Interval(lower, max(0.0, float(upper)))
 
     def _delta(self, pairs: Pairs, epsilon: float) -> Interval:
         check_plain(pairs, "prv")
-        # Opacus computes no delta of an epsilon: bisect log delta, and return the end that passed.
+        # Opacus cannot compute delta at an epsilon: bisect log delta, return the passing end.
         low, high = -690.0, 0.0
         for _ in range(24):
             middle = (low + high) / 2
@@ -80,5 +80,5 @@ def _composed(pairs: Pairs, delta_error: float, name: str) -> Any:
 
 def _refusal(name: str, reason: object) -> ValueError:
     return ValueError(
-        f"{name}: Opacus' PRV accountant failed there ({reason}); use accountant='contour'"
+        f"{name}: Opacus' PRV accountant failed ({reason}); use accountant='contour'"
     )

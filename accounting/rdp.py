@@ -82,7 +82,7 @@ def compute_rdp(
     """Compute the RDP of one Poisson-subsampled Gaussian step, log A(a) / (a - 1) at order a.
 
     Args:
-        noise_multiplier: standard deviation of the noise over the sensitivity, >= 0.
+        noise_multiplier: standard deviation of the noise divided by the sensitivity, >= 0.
         sample_rate: the probability that a sample is in a batch, in [0, 1].
         orders: Renyi orders, each a finite number > 1.
 
@@ -107,7 +107,7 @@ def compute_rdp(
     for order in orders:
         _validate.positive(order=order)
         if order <= 1:
-            raise ValueError(f"order={order!r}: expected an order > 1; leave this one out")
+            raise ValueError(f"order={order!r}: expected an order > 1; leave this order out")
     return _rdp(float(noise_multiplier), float(sample_rate), np.array(orders, dtype=np.float64))
 
 
@@ -155,7 +155,7 @@ def _rdp(sigma: float, q: float, orders: _Array) -> _Array:
 
 
 def _whole_order_log_a(sigma: float, q: float, orders: tuple[float, ...]) -> _Array:
-    """Log of A = 1 + sum_{k=2}^a C(a,k) (1-q)^(a-k) q^k (exp(k(k-1) / (2 sigma^2)) - 1)."""
+    """Return log A, A = 1 + sum_{k=2}^a C(a,k) (1-q)^(a-k) q^k (exp(k(k-1)/(2 sigma^2)) - 1)."""
     if not orders:
         return np.empty(0)
     index, starts, log_binomials = _log_binomials(orders)
@@ -173,7 +173,7 @@ def _whole_order_log_a(sigma: float, q: float, orders: tuple[float, ...]) -> _Ar
 def _log_binomials(
     orders: tuple[float, ...],
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], _Array]:
-    """For all pairs (a, k = 2..a), flattened: k - 2, the first index of each a, log C(a, k)."""
+    """Return k - 2, each a's first index, log C(a, k), for all pairs (a, k = 2..a), flattened."""
     lengths = np.array(orders, dtype=np.intp) - 1
     starts = np.concatenate(([0], np.cumsum(lengths)[:-1])).astype(np.intp)
     index = np.arange(lengths.sum(), dtype=np.intp) - np.repeat(starts, lengths)
@@ -184,7 +184,7 @@ def _log_binomials(
 
 
 def _fractional_order_log_a(sigma: float, q: float, orders: _Array) -> _Array:
-    """Log of A = 1 + E((1 + u)^a - 1 - a u), with E computed by the trapezoidal rule.
+    """Return the log of A = 1 + E((1 + u)^a - 1 - a u), with E by the trapezoidal rule.
 
     The integrand is positive (Bernoulli; E u = 0) and analytic for |Im x| < pi sigma^2, since 1 +
     u has no zero there. On a line Im x = s in this strip its modulus is larger by at most exp(s^2
@@ -206,7 +206,7 @@ def _fractional_order_log_a(sigma: float, q: float, orders: _Array) -> _Array:
 
 
 def _log_excess(sigma: float, q: float, a: _Array, x: _Array) -> _Array:
-    """Log of (1 + u)^a - 1 - a u, [orders, nodes], for a [orders, 1] and ascending x [nodes].
+    """Return log((1 + u)^a - 1 - a u), [orders, nodes], for a [orders, 1], ascending x [nodes].
 
     Nodes with u below, around and above 0 are computed by three formulas that keep precision.
     """

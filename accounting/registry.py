@@ -26,9 +26,9 @@ def create_accountant(name: str, *, neighboring_relation: str = ADD_REMOVE) -> A
     """Create an accountant with an empty history.
 
     Args:
-        name: `"contour"` (tight, the default elsewhere), `"pld"`, `"rdp"`, `"gdp"` (an estimate),
-            `"gaussian"` (sample rate 1 only) or `"prv"` (Opacus' accountant).
-        neighboring_relation: "add_remove", "zero_out" or "replace_one", which epsilon is for.
+        name: `"contour"` (tight; the default of other functions), `"pld"`, `"rdp"`, `"gdp"` (an
+            estimate), `"gaussian"` (sample rate 1 only) or `"prv"` (Opacus' accountant).
+        neighboring_relation: relation of its epsilon, "add_remove", "zero_out" or "replace_one".
 
     Raises:
         ValueError: no accountant has this name, or the relation is unknown.
@@ -47,8 +47,8 @@ def as_accountant(accountant: object) -> Accountant:
     if isinstance(accountant, type) or not has_interface:
         kind = accountant.__name__ if isinstance(accountant, type) else type(accountant).__name__
         raise ValueError(
-            f"accountant={kind}: expected an accountant, with history, step and get_epsilon; pass "
-            f"one, or a name: {', '.join(map(repr, ACCOUNTANTS))}"
+            f"accountant={kind}: expected an object with history, step and get_epsilon; pass an "
+            f"accountant, or one of the names {', '.join(map(repr, ACCOUNTANTS))}"
         )
     return cast(Accountant, accountant)
 
@@ -63,7 +63,7 @@ def copied(accountant: Accountant) -> Accountant:
 
 
 def as_phase(accountant: object, event: Event) -> tuple[float, float]:
-    """Return (noise_multiplier, sample_rate) of an event, as Opacus' accountants take a step."""
+    """Return (noise_multiplier, sample_rate) of an event, the form of steps in Opacus."""
     if type(event) is PoissonGaussian and event.relation != REPLACE_ONE:
         return event.noise_multiplier, event.sample_rate
     if isinstance(event, Gaussian) and event.relation != REPLACE_ONE:

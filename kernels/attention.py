@@ -52,8 +52,8 @@ def attention_backward(
     """
     if wide and out is not None:
         raise ValueError(
-            "wide=True together with out: expected one of them, since the dtype of out decides; "
-            "pass out of the wanted dtype alone"
+            "wide=True together with out: the dtype of out already determines the dtype of the "
+            "gradients; pass out with the wanted dtype, and leave wide out"
         )
     q, scale = inputs.q, inputs.scale
     masks = inputs.key_range is not None or inputs.bias is not None

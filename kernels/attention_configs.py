@@ -34,7 +34,7 @@ INTERPRETED = Config(block_m=16, block_n=16, num_warps=4, num_stages=1)
 
 @functools.cache
 def table() -> dict[str, dict[str, Config]]:
-    """Configs by architecture, then by "kernel/head_dim/bits"."""
+    """Return the configs by architecture, then by "kernel/head_dim/bits"."""
     text = Path(__file__).with_name("attention_configs.json").read_text(encoding="utf-8")
     return {
         arch: {name: Config(*sizes) for name, sizes in rows.items()}
@@ -73,7 +73,7 @@ def architecture(device: torch.device) -> str:
 
 
 def column(arch: str) -> str:
-    """Return the column for an architecture such as "sm_89", or one that fits an unknown one.
+    """Return the table's column for an architecture such as "sm_89", known to the table or not.
 
     A block has 163 KiB of shared memory on sm_80, 227 on sm_90 and sm_100, and 99 on sm_86, sm_89
     and sm_120. Source: CUDA Programming Guide, "Compute Capabilities".

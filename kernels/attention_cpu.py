@@ -137,7 +137,7 @@ def _slopes_error(
 
 
 def _visits_all_rows(graph: TileGraph) -> bool:
-    """Whether the kernels write every row of o, lse and dq; they skip rows without a group."""
+    """Return whether the kernels write all rows of o, lse, dq; they skip rows without a group."""
     return not graph.rows.runtime and graph.rows.is_complete(graph.num_queries)
 
 
@@ -150,7 +150,7 @@ def _aligned(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class _RunGrads:
-    """Gradients of the runs' log multiplicities; each head sums those of its variant's runs."""
+    """Gradients of the log multiplicities of runs, added per head for the runs of its variant."""
 
     def __init__(self, graph: TileGraph, heads: torch.Size) -> None:
         side = graph.rows

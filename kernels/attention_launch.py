@@ -322,7 +322,6 @@ def _config(kernel: Kernel, inputs: AttentionInputs) -> Config:
 
 
 def _options(q: Tensor, sizes: Config) -> dict[str, object]:
-    """Return constexprs and launch options that depend on dtype, device and config."""
     return {
         "BLOCK_M": sizes.block_m,
         "BLOCK_N": sizes.block_n,

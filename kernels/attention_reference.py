@@ -133,8 +133,8 @@ def attention_backward(
         squares: also return the squared norms of (dq, dk, dv).
         wide: return dq, dk and dv in the dtype of lse, without rounding them.
         all_keys: o and lse are over exactly the keys of the graph. A backend that sums in float64
-            then subtracts the error of delta from the gradient of the slopes. It has no effect
-            here and on a GPU, where float32 sums have an error of the same size.
+            then subtracts the error of delta from the gradient of the slopes. all_keys has no
+            effect here and on a GPU, where float32 sums have an error of the same size.
 
     Returns:
         See `AttentionGrads`. Sums are taken in float32 before dq, dk and dv are rounded; squared
@@ -173,7 +173,7 @@ def delta_of(do: Tensor, o: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
 
 
 def needs_wide_o(q: Tensor, sinks: Tensor | None, slopes: Tensor | None) -> bool:
-    """Whether the backward needs o before it is rounded to the 16-bit dtype of q.
+    """Return whether the backward needs o before it is rounded to the 16-bit dtype of q.
 
     Gradients of sinks and slopes are sums over all queries, in which rounding errors of o add up.
     """

@@ -106,8 +106,8 @@ def _clip(runs_ptr, run, rows, first, last, column_begin, column_end, BLOCK_N: t
     """Load a run, and clip it to the columns that some row of a tile sees, in chunks of BLOCK_N.
 
     Returns the run's start, stride and log multiplicity in base 2; begin <= left <= right <= end,
-    where the chunks of [left, right) are full and seen by every row, and those of [begin, left)
-    and [right, end) need a mask; each row's first column, and number of columns.
+    where the chunks of [left, right) are full and seen by every row, and the chunks of [begin,
+    left) and [right, end) need a mask; each row's first column, and number of columns.
     """
     record = runs_ptr + run * 8
     start = tl.load(record)
@@ -255,7 +255,7 @@ def _attention_forward_kernel(
             k_ptr, v_ptr, start, stride, stride_kt, stride_vt
         )
         for MASKED in tl.static_range(2):
-            # First the chunks that every row sees, then those on either side of them.
+            # First the chunks that every row sees, then the chunks on either side of them.
             to = end - right + left if MASKED else right
             for n in range(begin if MASKED else left, to, BLOCK_N):
                 if MASKED:
@@ -439,7 +439,7 @@ def _attention_dq_kernel(
         )
         run_sum = tl.zeros([BLOCK_M], tl.float32)
         for MASKED in tl.static_range(2):
-            # First the chunks that every row sees, then those on either side of them.
+            # First the chunks that every row sees, then the chunks on either side of them.
             to = end - right + left if MASKED else right
             for n in range(begin if MASKED else left, to, BLOCK_N):
                 if MASKED:
@@ -615,7 +615,7 @@ def _attention_dkdv_kernel(
                 q_ptr, do_ptr, start, stride, stride_qt, stride_dt
             )
             for MASKED in tl.static_range(2):
-                # First the chunks that every row sees, then those on either side of them.
+                # First the chunks that every row sees, then the chunks on either side of them.
                 to = end - right + left if MASKED else right
                 for n in range(begin if MASKED else left, to, BLOCK_N):
                     if MASKED:

@@ -1,8 +1,8 @@
-"""Chooses whose attention kernels run, dpflash's, cuDNN's or FlashAttention's, and calls them.
+"""Chooses the attention kernels of a call, dpflash's, cuDNN's or FlashAttention's, and calls them.
 
-`choose` decides for a call, by the arguments that each kernel supports and by which kernels are
+`choose` selects kernels that support the call's arguments, and considers which kernels are
 bitwise reproducible. The kernels are called as separate operators, never through
-`F.scaled_dot_product_attention`, whose choice is a setting of the process.
+`F.scaled_dot_product_attention`, which selects kernels by a setting of the process.
 
 Sources: PyTorch 2.9 to 2.13, `aten/src/ATen/native/cudnn/MHA.cpp` and
 `native/transformers/cuda/attention_backward.cu`; flash-attention, `flash_attn/cute/interface.py`.
@@ -53,7 +53,7 @@ class Machine(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The properties of a call that determine whose kernels it runs in.
+    """The properties of a call by which `choose` selects its kernels.
 
     Attributes:
         machine: the kernels that the tensors' device can run.
@@ -80,7 +80,7 @@ class Call(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Whose kernels run, and why."""
+    """The libraries whose kernels run the forward and the backward, and the reason."""
 
     forward: str
     backward: str
@@ -91,7 +91,7 @@ _ON_OTHERS = Choice(OWN, OWN, "the device is no NVIDIA GPU")
 
 
 def choose(call: Call) -> Choice:
-    """Choose whose forward and backward a call runs in.
+    """Choose the kernels for the forward and the backward of a call.
 
     With "auto" and "own", forward and backward are bitwise reproducible. Only with dpflash's own
     kernels are the bits of a sample's result also independent of the other samples.
@@ -116,33 +116,33 @@ def choose(call: Call) -> Choice:
         return Choice(FA4, FA4_FAST if fast else OWN, "FlashAttention 4 is installed")
     has_cudnn = machine.cudnn >= _OLDEST_CUDNN
     if not has_cudnn and not (machine.fa4 and major == 10):
-        return Choice(OWN, OWN, "cuDNN 9.16 or newer is not there")
+        return Choice(OWN, OWN, "cuDNN 9.16 or newer is not installed")
     forward = FA4 if machine.fa4 and major == 10 else CUDNN
     if fast and has_cudnn and not call.has_dlse:
-        return Choice(forward, CUDNN, "the fastest, whose gradients do not repeat bit for bit")
+        return Choice(forward, CUDNN, "the fastest; gradients are not bitwise reproducible")
     if machine.fa4:
-        return Choice(forward, FA4, "FlashAttention 4 is installed, whose backward can repeat")
-    return Choice(forward, OWN, "cuDNN's forward repeats bit for bit, its backward does not")
+        return Choice(forward, FA4, "FlashAttention 4 has a bitwise reproducible backward")
+    return Choice(forward, OWN, "only the forward of cuDNN is bitwise reproducible")
 
 
 def _only_own(call: Call) -> str | None:
-    """Return why a call must run in dpflash's own kernels, or None if others may be used."""
+    """Return why a call must run in dpflash's own kernels, or None if it need not."""
     batch, heads, groups, queries, keys, head_dim, value_dim = call.shape
     if call.backend == OWN:
         return "attention_backend is 'own'"
     if call.deterministic:
         return "torch.use_deterministic_algorithms is on"
     if call.kind is None or not call.is_plain:
-        return "the call is more than dense or causal attention"
+        return "the call is not plain dense or causal attention"
     # Other kernels align a causal mask to the first key if T and S differ.
     if queries != keys or queries < 2 or 0 in (batch, heads, groups):
-        return "the call has one query, none, or fewer than keys"
+        return "the call is empty, has one query, or has fewer queries than keys"
     if max(batch, heads) > _MOST:
         return f"the call has more than {_MOST:,} samples or heads"
     if call.dtype not in (torch.float16, torch.bfloat16):
         return "the call is not in 16 bit"
     if head_dim != value_dim or head_dim % 8 or head_dim > _WIDE_HEAD_DIM:
-        return "the head dim is not one that others take"
+        return "other libraries do not support the head dim"
     return None if call.is_aligned else "rows do not begin at multiples of 16 bytes"
 
 
@@ -158,7 +158,7 @@ def machine(device: torch.device) -> Machine:
 
 
 def describe(device: torch.device, backend: str = AUTO) -> str:
-    """Describe in a sentence whose kernels dense and causal calls run in on a device, and why."""
+    """Describe in a sentence the kernels of dense and causal calls on a device, and the reason."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     shape = (1, 1, 1, 1024, 1024, 128, 128)
     options = (backend, deterministic, "causal", True, True, torch.bfloat16, shape)
@@ -173,7 +173,7 @@ def describe(device: torch.device, backend: str = AUTO) -> str:
 def choice_of(
     inputs: AttentionInputs, *, has_dlse: bool = False, only_grads: bool = True
 ) -> Choice:
-    """Choose whose kernels a call runs in.
+    """Choose the kernels for the forward and the backward of a call, see `choose`.
 
     Args:
         inputs: inputs of the call.
@@ -298,7 +298,7 @@ def _read_kind(graph: TileGraph) -> str | None:
 
 
 def _is_aligned(x: Tensor) -> bool:
-    """Whether rows begin at multiples of 16 bytes and do not overlap, as other kernels need."""
+    """Return whether rows begin at multiples of 16 bytes without overlap, as vendors require."""
     *outer, last = zip(x.shape, x.stride(), strict=True)
     return (
         x.data_ptr() % 16 == 0

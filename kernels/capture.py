@@ -24,10 +24,10 @@ _kept: Kept | None = None
 
 
 class Kept:
-    """Holds what the kernels of a captured graph read besides the tensors of the model.
+    """Holds the tensors, besides those of the model, that kernels of a captured graph read.
 
     It must live as long as the graph. The memory of its tables is allocated in a rehearsal, a run
-    of the block before its capture: the graph's own memory pool would reuse it for other results.
+    of the code before its capture; the graph's own memory pool would reuse it for other results.
     """
 
     def __init__(self) -> None:
@@ -47,18 +47,18 @@ class Kept:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Run the block without capture, before `capturing`, and hold what its launches use."""
+        """Run the block without capture, before `capturing`; hold the tensors of its launches."""
         self._rehearses = True
         with self._is_current():
             yield
         self._rehearses = False
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Context manager for the capture of a rehearsed block, which uses what is held."""
+        """Context manager for the capture of a rehearsed block, which uses the held tensors."""
         return self._is_current()
 
     def serves(self, device: torch.device) -> bool:
-        """Whether a table on a device belongs to this block, not to a thread without capture."""
+        """Return whether a table on a device is this block's, not of a thread without capture."""
         is_cuda = device.type == "cuda" and not self._rehearses
         return not is_cuda or torch.cuda.is_current_stream_capturing()
 
@@ -112,12 +112,12 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
         return _kept.place_of(x, device)
     if device.type != "cuda":
         return x.to(device)
-    refuse_capture("each replay would copy a table from memory that is no longer its own")
+    refuse_capture("each replay would copy a table from memory that may have been reused")
     return x.pin_memory().to(device, non_blocking=True)
 
 
 def is_captured_by_others(device: torch.device) -> bool:
-    """Whether a stream captures a graph without `Kept`, in which caches must not be used."""
+    """Return whether a stream captures a graph without `Kept`, so that caches are forbidden."""
     is_cuda = device.type == "cuda" and _kept is None
     return is_cuda and torch.cuda.is_current_stream_capturing()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-# Triton's README names this as the oldest supported compute capability. Compiled for older ones,
+# Triton's README names this as the oldest supported compute capability. Compiled for older GPUs,
 # 16-bit tiles spill kilobytes (7.0, 7.5: no tensor cores), and noise does not compile (6.1).
 _OLDEST_CAPABILITY = (8, 0)
 _CPU = "train on the CPU, as after module.to('cpu')"

@@ -35,7 +35,7 @@ class ScaledRows(NamedTuple):
 
 
 def multiplies_float8(device: torch.device) -> bool:
-    """Whether a device multiplies e4m3 matrices; for others `scaled_product` emulates it."""
+    """Return whether a device multiplies e4m3 matrices; otherwise products are emulated."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)

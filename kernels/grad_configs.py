@@ -33,7 +33,7 @@ INTERPRETED = GradConfig(block_m=32, block_n=32, block_k=16, num_warps=4, num_st
 
 @functools.cache
 def table() -> dict[str, dict[str, GradConfig]]:
-    """Configs by architecture, then by "kernel/bits"."""
+    """Return the configs by architecture, then by "kernel/bits"."""
     text = Path(__file__).with_name("grad_configs.json").read_text(encoding="utf-8")
     return {
         arch: {name: GradConfig(*sizes) for name, sizes in rows.items()}

@@ -50,7 +50,7 @@ TOKEN_BLOCK = 32
 WIDTH_BLOCK = 128
 # Steps of a Gram product that are summed before their sum is added to the total.
 GRAM_STEPS = 4
-# If noise starts within a block of its words, 4 warps would spill under Triton 3.6.
+# If noise starts within a group of 8 elements, 4 warps would spill registers under Triton 3.6.
 OFFSET_OPTIONS = OPTIONS | {"num_warps": 8}
 
 # Relative rounding error of an fp32 addition on tensor cores, which truncate.
@@ -60,7 +60,7 @@ _ROUNDING = 2.0**-23
 def per_sample_grad(
     x: Tensor, dy: Tensor, *, spans: Spans | None = None, return_squares: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """See `reference.per_sample_grad`; squares are taken of the fp32 tiles while on chip."""
+    """See `reference.per_sample_grad`; squares are computed from the fp32 tiles in registers."""
     x, dy = _operands(x, dy)
     batch, tokens, inputs, outputs = _samples(x, spans), *x.shape[1:], dy.shape[2]
     grads = torch.empty((batch, outputs, inputs), dtype=torch.float32, device=x.device)
@@ -111,7 +111,7 @@ def products_are_separate(*dy: Tensor) -> bool:
 
 
 def _span_squares(x: Tensor, dy: Tensor, spans: Spans, form: str | None) -> Tensor:
-    """`grad_norm` of spans, with one launch per form, in which spans of the other are empty."""
+    """Return `grad_norm` of spans, in one launch per form; spans with another form are empty."""
     forms = [form or cheaper_norm(end - start, x, dy, fused=True) for start, end in spans]
     total = torch.zeros(len(spans), dtype=torch.float64, device=x.device)
     for each in set(forms):
@@ -351,8 +351,8 @@ def _launch_products(
 ) -> Tensor:
     """Write sum_i c_i H_i to `out` or, without `out`, return each tile's part of ||H_i||^2.
 
-    Parts are written if c_i is not 0. Both uses have arguments of the same types, so that they run
-    the same compiled kernel, and the norms are those of the H_i that are summed.
+    Parts are written if c_i is not 0. Both calls have arguments of the same types, so they run the
+    same compiled kernel, and the norms are those of the H_i that are summed.
 
     Returns:
         [B, tiles], fp64; [0, tiles] with `out`.
@@ -468,7 +468,7 @@ def _launch_reduce(
 ) -> None:
     """Write sum_i c_i G_i to outs, for contiguous grads of one kind and one factor per sample.
 
-    The sum is fp32. With a grid it is exact, in fp64, or rounded to fp32 after noise is added.
+    The sum is in fp32. With a grid it is exact: in fp64, or rounded to fp32 after adding noise.
     """
     noise = [stream for stream in streams if stream is not None]
     found = open_list(outs, noise) if noise else None
@@ -517,7 +517,7 @@ def _span_sums(
     *,
     sums: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`_token_sums` of spans, [U, E]: sum chunks of spans first, and then the chunks' sums."""
+    """Return `_token_sums` of spans, [U, E]: add the chunks of each span, then their sums."""
     parts, of_spans = chunks(spans, TOKEN_CHUNK)
     found = _token_sums(dy, x, mean, rstd, parts, sums)
     if len(parts) == len(spans):
@@ -592,7 +592,7 @@ def _samples(x: Tensor, spans: Spans | None) -> int:
 
 
 def _sample_of_tokens(x: Tensor, spans: Spans | None) -> Tensor:
-    """Return the sample of each token of x [B, T, ...]: [B, 1] or, for spans, [N], U for none."""
+    """Return each token's sample, for x [B, T, ...]: [B, 1], or [N] with spans (U: no sample)."""
     if spans is None:
         return torch.arange(x.shape[0], device=x.device).view(-1, 1)
     return samples_of_tokens(spans, x.shape[1], x.device)
@@ -621,7 +621,6 @@ def _config(kernel: Kernel, x: Tensor, dy: Tensor) -> GradConfig:
 
 
 def _options(sizes: GradConfig) -> dict[str, object]:
-    """Return constexprs and launch options that depend on the config and the device."""
     return {
         "BLOCK_K": sizes.block_k,
         "UPCAST": _INTERPRETED,
@@ -633,7 +632,6 @@ def _options(sizes: GradConfig) -> dict[str, object]:
 
 
 def _noise_options(found: OpenList | None) -> dict[str, object]:
-    """Return constexprs and launch options that depend on the noise."""
     if found is None:
         return {"NOISE": False, "ALIGNED": True, "PHILOX": False, **OPTIONS}
     stream = found.streams[0]

@@ -471,12 +471,12 @@ def _embedding_grad_norm_kernel(
     stride_dyb, stride_dyt, num_tokens, width, num_blocks,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Write ``||sum of dy_t over the tokens of one row||^2`` at the place of the first token.
+    """Write ``||sum of dy_t over the tokens of one row||^2`` at the position of the first token.
 
     The magnitude of each element of the sum is raised by the rounding errors of adding its n terms
     in fp64, here and in the clipped sum; each is below (n - 1) 2^-53 of the sum of magnitudes.
 
-    order: a sample's tokens sorted by row; ends: for each place, the end of its row's tokens.
+    order: a sample's tokens sorted by row; ends: for each position in order, the end of its row.
     """
     pid = tl.program_id(0)
     block = pid % num_blocks
@@ -485,7 +485,7 @@ def _embedding_grad_norm_kernel(
     columns = block * BLOCK_E + tl.arange(0, BLOCK_E)
     end = tl.load(ends_ptr + b * num_tokens + place).to(tl.int32)
     before = tl.load(ends_ptr + b * num_tokens + place - 1, mask=place > 0, other=0)
-    # Only the place of a row's first token has work.
+    # Only the program at the position of a row's first token has work.
     end = tl.where(before.to(tl.int32) <= place, end, place)
     total = tl.zeros([BLOCK_E], dtype=tl.float64)
     sizes = tl.zeros([BLOCK_E], dtype=tl.float64)
@@ -554,7 +554,7 @@ def _embedding_clipped_grad_kernel(
                 mask = theirs[:, None] & (columns < width)[None, :]
                 dy = tl.load(dy_ptr + offsets[:, None] + columns[None, :], mask=mask, other=0.0)
                 own += tl.sum(dy.to(tl.float64), 0)
-            # Tokens of samples may lie between tokens of no sample: skip only one of the latter.
+            # Tokens of samples may lie between tokens of no sample: skip one token of no sample.
             place += tl.where(sample < batch, tl.sum(theirs.to(tl.int32), 0), 1)
         total += own * factor
         tl.store(out_ptr + row * width + columns, total, mask=columns < width)

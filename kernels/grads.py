@@ -4,7 +4,7 @@ Signatures and semantics are those of the reference implementations in `referenc
 
 - On a CPU `grads_cpu.py` runs. The reference implementations run if its C++ cannot be compiled,
   and inside of `torch.compile`.
-- On a GPU the Triton kernels run, and the reference implementations for float64 operands.
+- On a GPU the Triton kernels run; for float64 operands the reference implementations run.
 
 Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of a table, E its width.
 """
@@ -91,7 +91,7 @@ def grad_norm(
     _check_uses(x, dy)
     _check_spans(spans, dy)
     if form not in (None, "gram", "tile"):
-        raise ValueError(f"form is {form!r}: give 'gram', 'tile', or None for the cheaper one")
+        raise ValueError(f"form is {form!r}: give 'gram', 'tile', or None for the cheaper form")
     return _backend(x, dy).grad_norm(x, dy, form=form, spans=spans)
 
 

@@ -183,8 +183,8 @@ struct Samples {
 
 }  // namespace
 
-// An element whose noise its first word does not determine; steps: its sum before noise, in grid
-// steps.
+// An undecided element, whose first word does not determine its noise; steps: its sum before noise,
+// in grid steps.
 struct Open {
   int64_t part, index, word;
   double steps;

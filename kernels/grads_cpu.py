@@ -134,7 +134,7 @@ def clip_reduce_all(
 
 
 def _are_fused(noise: Sequence[NoiseStream], factors: Tensor) -> bool:
-    """Whether the kernel can add the noise of all streams, which must belong to one release."""
+    """Return whether the kernel can add the noise of all streams, that is, of one release."""
     first = noise[0]
     fit = first.std > 0 and noise_cpu.serves(factors, first)
     return fit and all(stream.release == first.release for stream in noise)
@@ -166,7 +166,7 @@ def _readable(grads: Tensor) -> Tensor:
 
 
 def _is_readable(grads: Tensor) -> bool:
-    # Without grads[0].is_contiguous(), which would make another tensor for each parameter.
+    # Not grads[0].is_contiguous(), since grads[0] would create a tensor for each parameter.
     step = 1
     for size, stride in zip(grads.shape[:0:-1], grads.stride()[:0:-1], strict=True):
         if size != 1 and stride != step:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def heads_outside(x: Tensor) -> bool:
-    """Whether the head stride of `[B, H, T, D]` is at least the token stride."""
+    """Return whether the head stride of `[B, H, T, D]` is at least the token stride."""
     return x.stride(1) >= x.stride(2)
 
 
@@ -32,7 +32,7 @@ def new_like(
 
 
 def is_aligned(*tensors: Tensor) -> bool:
-    """Whether Triton may load 16 bytes at a time from all rows of the tensors."""
+    """Return whether Triton may load 16 bytes at a time from all rows of the tensors."""
     return all(
         x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.stride()[:-1])
         for x in tensors

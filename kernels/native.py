@@ -35,7 +35,7 @@ _SOURCES = (
     *("grads_cpu.cpp", "chacha20.h", "normal_tail.h", "rounded_normal.h", "rotary_cpu.cpp"),
 )
 _FLAGS = ("-O3", "-std=c++17", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread")
-# Options to try in turn; the last is none, which means the compiler's default processor.
+# Options to try in turn; without an option the compiler uses its default processor.
 _PROCESSORS = (("-march=native",), ("-mcpu=native",), ())
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 600
@@ -153,7 +153,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _cached(folder: Path, names: Iterable[str]) -> ctypes.CDLL | None:
     """Return the first cached library that only the user could write and that is intact."""
     for path in (folder / name for name in names):
-        # An OSError means: missing, not the user's, damaged, or made for other system libraries.
+        # An OSError: the file is missing, not the user's, damaged, or for other system libraries.
         with contextlib.suppress(OSError):
             with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
                 # The owner of the open file is checked, since the path may be replaced meanwhile.
@@ -236,7 +236,7 @@ def _compiled(
         )
         library._name = f"compiled for this process: {reason}"
         return library
-    raise OSError(f"{shlex.join(compiler)}: {complaint}; let CXX name a C++ compiler that works")
+    raise OSError(f"{shlex.join(compiler)}: {complaint}; let CXX name a C++ compiler, such as g++")
 
 
 def _compiler() -> list[str]:
@@ -299,7 +299,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _origin() -> bytes:
-    """Return what determines a library besides the options, for its hash.
+    """Return the bytes that, with the options, determine a library, for its hash.
 
     The compiler is included only if CXX names it, so a cached library runs without a compiler.
     """

@@ -1,8 +1,9 @@
 """Gaussian noise addressed by position: a pure function of (key, step, parameter, element).
 
-No noise is drawn twice, and noise does not depend on the order of calls or on how a parameter is
-cut. To draw it again, only the key and the address are needed. Noise is an integer multiple of a
+No noise is used twice, and it does not depend on the order of calls or on how a parameter is
+divided. The key and the address suffice to compute it again. Noise is an integer multiple of a
 public grid, rounded exactly, and is added to a sum on that grid before the result is rounded.
+A *release* is the noisy sum of one step over all parameters.
 """
 
 from __future__ import annotations
@@ -114,8 +115,9 @@ def gaussian_noise_(
         key: 32 bytes; for a release take them from `os.urandom`.
         step: number of the release, below 2^64.
         parameter_id: number of the parameter, below 2^32.
-        offset: the stream's element that out's first element gets, so that a part of a parameter
-            gets the noise that it has in the whole. A stream has 2^35 elements (Philox: 2^33).
+        offset: index of the stream's element that is added to out's first element, so that a part
+            of a parameter gets the same noise as in the whole parameter. A stream has 2^35
+            elements (Philox: 2^33).
         generator: "chacha20", or "philox", which is Philox-4x32-10 of a 64-bit hash of the key.
             Philox is faster on GPUs, slower on CPUs and statistically sound, but not
             cryptographic: from some values all others can be computed. Use it for speed tests,
@@ -161,8 +163,8 @@ class NoiseStream:
         key: 32 bytes, for a release from `os.urandom`; not shown by `repr`.
         step: number of the release, below 2^64.
         parameter_id: number of the parameter, below 2^32.
-        offset: the stream's element that the result's first element gets; the other elements
-            follow in row-major order.
+        offset: index of the stream's element that is added to the result's first element; the
+            other elements follow in row-major order.
         generator: "chacha20", or "philox" for speed tests.
         unsettled: list to which GPU kernels append the elements that they leave undecided, so that
             `settle_noise` decides many at once later; until then these elements are NaN. With None
@@ -172,8 +174,8 @@ class NoiseStream:
         ValueError: an attribute is out of its range.
 
     Guarantees:
-        The added values are those of `gaussian_noise_`, with its guarantees, whichever operation
-        adds them and in however many parts.
+        The added values are those of `gaussian_noise_`, with its guarantees, for any operation
+        that adds them and any division into parts.
     """
 
     std: float
@@ -237,7 +239,7 @@ class NoiseStream:
         return self.std / self.grid
 
     def check_length(self, elements: int) -> None:
-        """Raise if the stream has fewer elements, or if a CUDA graph would capture the noise."""
+        """Raise if the stream is shorter than `elements` or a CUDA graph would capture noise."""
         refuse_capture("each replay would add the same noise")
         if self.offset + elements > _ELEMENTS[self.generator]:
             raise ValueError(
@@ -320,7 +322,7 @@ def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> Sequen
 
     Args:
         outs: contiguous, fp32 or fp64, any device; no two share memory.
-        streams: one for each tensor.
+        streams: one stream for each tensor.
 
     Returns:
         outs.

@@ -72,7 +72,7 @@ def serves(tensor: Tensor, stream: NoiseStream) -> bool:
 
 
 def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> None:
-    """See `noise.add_noise_`. All tensors have one dtype, all streams are of one release."""
+    """See `noise.add_noise_`. All tensors have one dtype, all streams belong to one release."""
     parts = [Part(None, 0, *noised_part(*each)) for each in zip(outs, streams, strict=True)]
     write_noised("noise_alone", streams, outs, parts)
 
@@ -101,7 +101,7 @@ def write_noised(
     parts: Sequence[Part],
     *rest: Tensor | int,
 ) -> None:
-    """Call a kernel that writes sums with noise, and decide the elements that it leaves open.
+    """Call a kernel that writes sums with noise; decide the elements that it leaves undecided.
 
     Args:
         function: the kernel's name, without the suffix for its dtype.

@@ -28,7 +28,6 @@ def _rotated(x: Tensor, bits: int) -> Tensor:
 
 
 def _as_64_bit(words: Tensor) -> Tensor:
-    """[N, 2 M] words of 32 bits, the low one first, as [N, M] words of 64 bits."""
     return words[:, 0::2] | (words[:, 1::2] << 32)
 
 

@@ -62,7 +62,7 @@ _FAR_FROM = tl.constexpr(rounded_normal.FAR_FROM)
 _TAIL_ORIGIN = tl.constexpr(rounded_normal.TAIL_ORIGIN)
 _RELATIVE_ERROR = tl.constexpr(rounded_normal.RELATIVE_ERROR)
 _MAGNITUDE = tl.constexpr((1 << 63) - 1)
-# Counters before a list's columns: its elements, and those of them that are left to the CPU.
+# Counters before a list's columns: number of its elements, and of elements left to the CPU.
 _COUNTERS = tl.constexpr(2)
 _COLUMNS = tl.constexpr(5)
 # Columns of a row of `_settle_table`.
@@ -76,7 +76,7 @@ def _add(x, y):
 
 @triton.jit
 def _quarter_round(a, b, c, d):
-    """RFC 8439, section 2.1."""
+    """Return the words after a quarter round, see RFC 8439, section 2.1."""
     a = _add(a, b)
     d ^= a
     d = (d << 16) | (d >> 16)
@@ -94,7 +94,7 @@ def _quarter_round(a, b, c, d):
 
 @triton.jit
 def chacha20_words(key, blocks, step_low, step_high, parameter_id):
-    """The sixteen 32-bit words of each ChaCha20 block; `noise_reference.chacha20`.
+    """Return the sixteen 32-bit words of ChaCha20 blocks, see `noise_reference.chacha20`.
 
     blocks: any shape, uint32. Returns a tuple of 16 tensors of that shape.
     """
@@ -127,7 +127,7 @@ def chacha20_words(key, blocks, step_low, step_high, parameter_id):
 
 @triton.jit
 def philox_words(key, blocks, step_low, step_high, parameter_id):
-    """The four 32-bit words of each Philox-4x32-10 block; `noise_reference.philox`.
+    """Return the four 32-bit words of Philox-4x32-10 blocks, see `noise_reference.philox`.
 
     blocks: any shape, uint32. Returns a tuple of 4 tensors of that shape.
     """
@@ -139,13 +139,13 @@ def philox_words(key, blocks, step_low, step_high, parameter_id):
 
 @triton.jit
 def _wide(low, high):
-    """Words of 64 bits, signed."""
+    """Join words of 32 bits to signed words of 64 bits."""
     return ((high.to(tl.uint64) << 32) | low.to(tl.uint64)).to(tl.int64, bitcast=True)
 
 
 @triton.jit
 def words_of_groups(key, groups, step_low, step_high, parameter_id, PHILOX: tl.constexpr):
-    """The 64-bit words of the stream's elements 8 g, ..., 8 g + 7 for each group g.
+    """Return the 64-bit words of the stream's elements 8 g, ..., 8 g + 7 for each group g.
 
     groups: [N], uint32 (Philox: below 2^30). Returns [8 N], int64, in the order of the elements.
     """
@@ -169,7 +169,7 @@ def words_of_groups(key, groups, step_low, step_high, parameter_id, PHILOX: tl.c
 
 @triton.jit
 def _polynomials(x, ABOVE: tl.constexpr, BELOW: tl.constexpr):
-    """Numerator and denominator of a quotient of AS 241."""
+    """Return the numerator and the denominator of a quotient of AS 241 at x."""
     above = tl.zeros_like(x) + ABOVE[7]
     below = tl.zeros_like(x) + BELOW[7]
     for i in tl.static_range(7):
@@ -180,7 +180,7 @@ def _polynomials(x, ABOVE: tl.constexpr, BELOW: tl.constexpr):
 
 @triton.jit
 def _quantiles(magnitudes, FAR: tl.constexpr):
-    """The x with P(N > x) = magnitudes 2^-64, fp64; `rounded_normal.tail_quantiles`.
+    """Return the x with P(N > x) = magnitudes 2^-64, fp64; see `rounded_normal.tail_quantiles`.
 
     magnitudes: int64, above 0; without FAR at least 2^28, which is a tail of at least 2^-36.
 
@@ -204,7 +204,7 @@ def _quantiles(magnitudes, FAR: tl.constexpr):
 
 @triton.jit
 def rounded_normals(words, scale):
-    """``round(scale * N)`` of 64-bit words where fp64 decides; `rounded_normal.rounded_normals`.
+    """Return ``round(scale * N)`` of words by fp64; see `rounded_normal.rounded_normals`.
 
     words: any shape, int64. scale: fp64. Returns fp64 integers, and which of them are undecided.
     Tails below 2^-36 are undecided too.
@@ -223,7 +223,7 @@ def rounded_normals(words, scale):
 
 @triton.jit
 def settled(words, there, table_ptr, scale, r2, r1, r0):
-    """``round(scale * N)`` of 64-bit words in integers of 128 bits; `settled` of rounded_normal.h.
+    """Return ``round(scale * N)`` of words by 128-bit integers; see `settled`, rounded_normal.h.
 
     words: [N], int64. there: [N], bool, the words that exist. scale: fp64, below 2^45. table_ptr,
     r2, r1, r0: see `sides`. Returns int64, and which words need no further word.
@@ -246,7 +246,7 @@ def settled(words, there, table_ptr, scale, r2, r1, r0):
 
 @triton.jit
 def _nearest(x):
-    """The integers nearest to fp64 numbers, halves to even."""
+    """Round fp64 numbers to the nearest integers, halves to even."""
     size = tl.abs(x)
     # Adding 2^52 rounds to an integer; numbers above it are integers already.
     whole = tl.where(size < 2.0**52, (size + 2.0**52) - 2.0**52, size)
@@ -255,7 +255,7 @@ def _nearest(x):
 
 @triton.jit
 def as_key(k0, k1, k2, k3, k4, k5, k6, k7):
-    """A kernel's arguments as a `key`."""
+    """Make a `key` from a kernel's arguments."""
     return (
         k0.to(tl.uint32), k1.to(tl.uint32), k2.to(tl.uint32), k3.to(tl.uint32),
         k4.to(tl.uint32), k5.to(tl.uint32), k6.to(tl.uint32), k7.to(tl.uint32),
@@ -264,19 +264,19 @@ def as_key(k0, k1, k2, k3, k4, k5, k6, k7):
 
 @triton.jit
 def as_fp64(bits):
-    """The fp64 number with these bits. A kernel's float arguments would be fp32."""
+    """Return the fp64 number with these bits. A kernel's float arguments would be fp32."""
     return bits.to(tl.uint64).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def reciprocal_of_grid(grid_bits):
-    """1 / grid for a power of two."""
+    """Return 1 / grid, for a grid that is a power of two."""
     return as_fp64((2046 << 52) - grid_bits.to(tl.uint64))
 
 
 @triton.jit
 def elements_of(row, program, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, VECTORS: tl.constexpr):
-    """([BLOCK] elements of a tensor's program, which of them exist, the first element's group).
+    """Return ([BLOCK] elements of a program, which of them exist, the first element's group).
 
     row: the tensor's row of a `TensorTable`. Unless ALIGNED, each program begins some elements
     earlier, so that it has whole groups of 8.
@@ -295,7 +295,7 @@ def noisy(
     steps, elements, inside, place, row, group, open_ptr, capacity, grid_bits, scale_bits,
     key, step_low, step_high, PHILOX: tl.constexpr,
 ):  # fmt: skip
-    """``grid (steps + Z)``, fp64, for a run of whole groups; NaN where undecided.
+    """Return ``grid (steps + Z)``, fp64, for consecutive whole groups; NaN if undecided.
 
     steps: [8 N], fp64 integers, the sums of the groups from `group` on. Undecided elements are
     appended to the list, see `OpenList`.
@@ -331,7 +331,7 @@ def _add_noise_kernel(
     DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, VECTORS: tl.constexpr,
     PHILOX: tl.constexpr,
 ):  # fmt: skip
-    """``out = grid (round(out / grid) + Z)`` for each tensor of a table."""
+    """Write ``out = grid (round(out / grid) + Z)`` for each tensor of a table."""
     place, row, program = row_of(rows_ptr, owners_ptr, tl.program_id(0))
     elements, inside, group = elements_of(row, program, BLOCK, ALIGNED, VECTORS)
     out_ptr = written_to(row, DTYPE, VECTORS)
@@ -346,7 +346,7 @@ def _add_noise_kernel(
 
 @triton.jit(do_not_specialize=["programs"])
 def _settle_kernel(lists_ptr, tails_ptr, programs, BLOCK: tl.constexpr):
-    """``grid (steps + Z)`` for the elements of lists that need no further words.
+    """Write ``grid (steps + Z)`` for the elements of lists that need no further words.
 
     lists_ptr: `_settle_table`. programs: programs per list. Elements that need further words are
     marked and counted. If a list was too short for its elements, none of them is written.
@@ -429,7 +429,7 @@ class OpenList(NamedTuple):
 
 
 def open_list(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> OpenList:
-    """Create an empty list for the noise of results on one device, of one release.
+    """Create an empty list for results on one device whose noise belongs to one release.
 
     The list is appended to `NoiseStream.unsettled` at once, as a failed launch may write to it.
     """
@@ -483,7 +483,7 @@ def settle(lists: Sequence[OpenList]) -> bool:
             if count > found.capacity:
                 raise RuntimeError(
                     f"more elements of noise are undecided on {found.entries.device} than can be: "
-                    "its arithmetic is wrong. Nothing may be released; run the noise on the CPU"
+                    "its arithmetic is wrong. Nothing may be released; add the noise on the CPU"
                 )
             was_any |= count > 0
             if left:
@@ -503,7 +503,7 @@ def _launch_settle(lists: Sequence[OpenList]) -> None:
 
 
 def _settle_table(lists: Sequence[OpenList]) -> Tensor:
-    """The tables of `_settle_kernel` for these lists: int64, on the CPU.
+    """Return the tables of `_settle_kernel` for these lists, int64, on the CPU.
 
     The row of a list has its address, its capacity, the index where its results' addresses begin,
     the bits of the grid and of the scale, and `reciprocal_words`. After the rows each result has

@@ -1,5 +1,5 @@
 // P(N > x) of a standard normal N in 128-bit integers, and on which side of a border the normal
-// lies that a word stands for. It does not depend on floating-point rounding.
+// of a word lies. No result depends on floating-point rounding.
 #pragma once
 
 #include <cmath>
@@ -96,9 +96,9 @@ inline Fixed border(int64_t k, double scale) {
 
 enum Side { kBelow, kAbove, kWithin };
 
-// The side on which the border (k + 1/2) / scale lies of the interval of all x with P(N > x) from
-// m 2^-64 to (m + 1) 2^-64, for 0 < m < 2^63. kWithin also if an error of 2^-96 could change the
-// answer.
+// Returns whether the border (k + 1/2) / scale is below, above or within the interval of all x with
+// P(N > x) from m 2^-64 to (m + 1) 2^-64, for 0 < m < 2^63. Returns kWithin also if an error of
+// 2^-96 could change the answer.
 inline Side side(int64_t k, double scale, int64_t m) {
   if (double(k) + 0.5 >= kEnd * scale) return kAbove;
   Fixed above = kTails.above(border(k, scale));

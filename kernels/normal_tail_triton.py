@@ -62,14 +62,14 @@ def reciprocal_words(scale: float) -> tuple[int, int, int]:
 
 @triton.jit
 def _sum(high, low, addend):
-    """The sum of a number of two words and one word."""
+    """Return the sum of a number of two words and a number of one word."""
     total = low + addend
     return high + (total < low).to(tl.uint64), total
 
 
 @triton.jit
 def tails(table_ptr, node, high, low, there):
-    """P(N > (node + t) / 64) with an error below 2^-104, for 0 <= t = (high, low) < 1.
+    """Return P(N > (node + t) / 64) with an error below 2^-104, for 0 <= t = (high, low) < 1.
 
     The terms beyond degree 13 are below 2^-105 (Cramer: |b_n| < 0.44 / sqrt(n!)). Each other term
     adds an error below 5 units, because its product and its coefficient are rounded down.
@@ -96,7 +96,7 @@ def tails(table_ptr, node, high, low, there):
 
 @triton.jit
 def sides(table_ptr, k, magnitudes, scale, r2, r1, r0):
-    """Whether the border (k + 1/2) / scale is below, and whether it is above, a word's interval.
+    """Return whether the border (k + 1/2) / scale is below and whether above a word's interval.
 
     The interval has all x with P(N > x) from m 2^-64 to (m + 1) 2^-64. A border with k < 0 is
     below. Both are False if the border lies in the interval, or if an error of 2^-96 could change

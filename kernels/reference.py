@@ -7,7 +7,7 @@ G_i = dy_i^T x_i. All sums are accumulated in fp32 or wider, whatever the operan
 Without `spans` a sample is a row of [B, T, ...]. With `spans` operations take [1, N, ...], one row
 with the N tokens of U samples, each a span of tokens, and return [U, ...] in place of [B, ...].
 
-A factor of exactly 0 removes its sample, even one that holds NaN or Inf.
+A factor of exactly 0 removes its sample, even if the sample holds NaN or Inf.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 _FUSED_CALL_ELEMENTS = 1 << 15
 # Elements of per-sample gradients that are widened to fp64 at a time.
 _CHUNK = 1 << 18
-# Bounds the rounding in fp64 of sums of up to 2^12 squared norms, a root, a quotient, a product.
+# Bounds the relative error in fp64 of a sum of <= 2^12 squared norms, a root, quotient, product.
 FP64_SLACK = 2.0**-40
 # A root times this factor is rounded down, also after later products with it.
 ROOT_SLACK = 1.0 - 2.0**-50
-# A product over the tokens of all samples rounds by about 2^-24 of the sum of their magnitudes. A
-# sample whose tokens cancel by more than this factor gets a product of its own.
+# A product over the tokens of all samples rounds by about 2^-24 of the sum of their magnitudes. If
+# the terms of a sample's tokens cancel by more than this factor, its product is done separately.
 HARMLESS_CANCELLATION = 256.0
-# Terms whose magnitudes add up to less than this do not overflow in fp32.
+# A sum of terms whose magnitudes add up to less than this does not overflow in fp32.
 LARGEST_TERMS = 2.0**126
 # log2 of an fp32 product's relative rounding: on a CPU; on a GPU (True), as three TF32 products.
 PRODUCT_BITS = {False: -24, True: -20}
@@ -87,7 +87,7 @@ def hard_clip_factors(squares: Tensor, bounds: Tensor | float) -> Tensor:
     """Compute the factors min(1, bounds / norms) in fp32, rounded down.
 
     Args:
-        squares: any shape, fp64: upper bounds of squared norms, up to a relative 2^-41.
+        squares: any shape, fp64: upper bounds of squared norms, up to a relative error of 2^-41.
         bounds: a number, or a tensor that broadcasts to the shape of `squares`.
 
     Returns:
@@ -139,12 +139,12 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
         grads: [B, ...], B samples of P elements, fp16, bf16, fp32 or fp64. The results of several
             parameters are added, rounded to nearest. On a GPU the order of additions depends on
             their dtypes and alignment.
-        into: contiguous, [B], fp64: the result is added to it, and it is returned.
+        into: [B], contiguous, fp64: the tensor to add the result to, in place, and to return.
 
     Returns:
         [B], fp64: never below the squared norm in real arithmetic, and above it by at most a
-        relative (P + 1) 2^-51. Non-finite if an element of the sample is. A sample's bits do not
-        depend on other samples.
+        relative (P + 1) 2^-51. Not finite if an element of the sample is not. A sample's bits do
+        not depend on other samples.
     """
     first = grads[0]
     if into is None:
@@ -186,7 +186,7 @@ def per_sample_grad(
 
 
 def span_sum(x: Tensor, spans: Spans) -> Tensor:
-    """Sum over the tokens of each sample, in their order.
+    """Sum x over the tokens of each sample, in the order of the tokens.
 
     Args:
         x: [N, ...], fp16, bf16, fp32 or fp64: N tokens.
@@ -242,13 +242,13 @@ def grad_norm(
         x: [B, T, I], fp16, bf16, fp32 or fp64: B samples of T tokens with I inputs each.
         dy: [B, T, O], the gradient of the O outputs; fp64 if x is, else any narrower dtype.
         form: "gram" (cost T^2 (I + O)), "tile" (G_i is computed, cost T I O), or None for the
-            cheaper form; with spans it is chosen for each sample.
+            cheaper form; with spans the form is chosen for each sample.
         spans: see `per_sample_grad`.
 
     Returns:
         Squared norms [B], fp64: take the root before comparing them with a bound. Products summed
-        in fp32 are rounded by about 2^-24 of `grad_magnitude`, which matters only if a sample's
-        tokens cancel to far less than it.
+        in fp32 are rounded by about 2^-24 of `grad_magnitude`, which matters only if the terms of
+        a sample's tokens cancel to far less than `grad_magnitude`.
     """
     if spans is not None:
         return by_span(functools.partial(grad_norm, form=form), spans, x, dy)
@@ -311,15 +311,15 @@ def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor, *, spans: Spans | None 
         x: [B, T, I], fp16, bf16, fp32 or fp64: B samples of T tokens with I inputs each.
         dy: [B, T, O], the gradient of the O outputs; fp64 if x is, else any narrower dtype.
         factors: [B], fp32 or narrower (for fp64 operands also fp64), each from 0 to the bound
-            divided by the sample's norm, rounded down. The factors are not checked, which would
-            wait for the GPU: one that is negative, NaN or greater breaks the bound.
+            divided by the sample's norm, rounded down. A factor that is negative, NaN or greater
+            breaks the bound. Factors are not checked, since a check would wait for the GPU.
         spans: see `per_sample_grad`; factors are then [U].
 
     Returns:
         [O, I], fp32 (fp64 for fp64 operands). The sum over all samples' tokens is rounded.
 
     Guarantees:
-        A factor of exactly 0 removes its sample, even one that holds NaN or Inf.
+        A factor of exactly 0 removes its sample, even if the sample holds NaN or Inf.
     """
     if spans is not None:
         factors, x, dy = tokens_as_samples(factors, spans, x, dy)
@@ -341,8 +341,8 @@ def clip_reduce(
     Args:
         grads: [B, ...], B samples, fp16, bf16, fp32 or fp64.
         factors: [B], fp32 or narrower (for fp64 grads also fp64), each from 0 to the bound
-            divided by the sample's norm, rounded down. The factors are not checked, which would
-            wait for the GPU: one that is negative, NaN or greater breaks the bound.
+            divided by the sample's norm, rounded down. A factor that is negative, NaN or greater
+            breaks the bound. Factors are not checked, since a check would wait for the GPU.
         grid: a power of two: each factors_i grads_i is truncated toward zero onto the grid, and
             the sum is exact. None for a rounded sum in fp32 (fp64).
         into: [...], contiguous, fp64, on the grid: the sum of earlier samples, to which the sum of
@@ -354,9 +354,9 @@ def clip_reduce(
         Otherwise fp32 (fp64 for fp64 operands), rounded once, after the noise.
 
     Guarantees:
-        A factor of exactly 0 removes its sample, even one that holds NaN or Inf. With a grid the
-        result has the same bits for every order of the samples and every division into batches,
-        as long as sums stay below 2^53 grid, and sample i changes it by at most
+        A factor of exactly 0 removes its sample, even if the sample holds NaN or Inf. With a grid
+        the result has the same bits for every order of the samples and every division into
+        batches, as long as sums stay below 2^53 grid, and sample i changes the result by at most
         factors_i ||grads_i||.
     """
     factors, grads = _without_removed(factors, grads)
@@ -453,7 +453,7 @@ def embedding_grad_norm(indices: Tensor, dy: Tensor, *, spans: Spans | None = No
     stride = int(indices.max()) + 1 if indices.numel() else 1
     samples = torch.arange(batch, device=indices.device).view(-1, 1)
     if spans is not None:
-        # Tokens of no sample become one more sample, after the others.
+        # Tokens of no sample are counted as one additional sample, after the other samples.
         batch, samples = len(spans) + 1, samples_of_tokens(spans, tokens, indices.device)
     pairs = indices + samples * stride
     segments, of_token = torch.unique(pairs.flatten(), return_inverse=True)
@@ -478,8 +478,8 @@ def embedding_clipped_grad(
         indices: [B, T], int32 or int64: rows of the table that T tokens of B samples look up.
         dy: [B, T, E], fp16, bf16, fp32 or fp64: the gradient of the looked-up rows.
         factors: [B], fp32 or narrower (for fp64 dy also fp64), each from 0 to the bound
-            divided by the sample's norm, rounded down. The factors are not checked, which would
-            wait for the GPU: one that is negative, NaN or greater breaks the bound.
+            divided by the sample's norm, rounded down. A factor that is negative, NaN or greater
+            breaks the bound. Factors are not checked, since a check would wait for the GPU.
         num_embeddings: V, rows of the table. Indices must be below it, which is not checked.
         spans: see `per_sample_grad`; factors are then [U].
 
@@ -487,7 +487,7 @@ def embedding_clipped_grad(
         [V, E], fp32 (fp64 for fp64 operands).
 
     Guarantees:
-        A factor of exactly 0 removes its sample, even one that holds NaN or Inf.
+        A factor of exactly 0 removes its sample, even if the sample holds NaN or Inf.
     """
     if spans is not None:
         factors, indices, dy = tokens_as_samples(factors, spans, indices, dy)
@@ -528,7 +528,7 @@ def layer_norm_backward(
     *,
     spans: Spans | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward of layer norm with per-sample gradients of its weight and bias.
+    """Compute the backward of layer norm, with per-sample gradients of its weight and bias.
 
     Args:
         dy, x: [B, ..., *S], B samples, S the normalised shape; fp16, bf16, fp32 or fp64.
@@ -591,7 +591,7 @@ def rms_norm_backward(
     *,
     spans: Spans | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Backward of RMS norm y = x * rstd * weight with per-sample gradients of its weight.
+    """Compute the backward of RMS norm y = x * rstd * weight, with its per-sample gradients.
 
     Args:
         dy, x: [B, ..., *S], B samples, S the normalised shape; fp16, bf16, fp32 or fp64.

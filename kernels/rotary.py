@@ -77,7 +77,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor
 
 
 def is_traced() -> bool:
-    """Whether the current operations are traced, intercepted or transformed."""
+    """Return whether the current operations are traced, intercepted or transformed."""
     return (
         torch.compiler.is_compiling()
         or is_in_torch_dispatch_mode()
@@ -88,7 +88,7 @@ def is_traced() -> bool:
 
 
 def _is_fused(tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> bool:
-    """Whether a kernel can replace `rotate`; `tensors` are q, k, and the outputs, if any."""
+    """Return whether a kernel can replace `rotate`; `tensors` are q, k and outputs, if any."""
     q, k, *outs = tensors
     every = (*tensors, cos, sin)
     if is_traced() or not all(type(x) is Tensor and torch._C._has_storage(x) for x in every):
@@ -110,7 +110,7 @@ def _is_fused(tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> bool:
 
 
 def _has_rows(x: Tensor) -> bool:
-    """Whether the coordinates of a token are adjacent in memory, without a lazy negation."""
+    """Return whether a token's coordinates are adjacent in memory, without a lazy negation."""
     return x.ndim == 4 and x.stride(3) == 1 and not x.is_neg()
 
 

@@ -1,6 +1,6 @@
 // round(scale * N) for a standard normal N, made from the words described in rounded_normal.py,
-// which proves that the result is exact. Three steps decide, each the cases that the step before
-// leaves open: fp64 in vectors, 128-bit integers, and the caller, who has further words.
+// which proves that the result is exact. A step decides the words that the step before leaves
+// undecided: first fp64 in vectors, then 128-bit integers, then the caller, by further words.
 #pragma once
 
 #include "normal_tail.h"

@@ -1,10 +1,10 @@
 """Normal numbers rounded exactly to integers: a function of uniform words, equal on any machine.
 
-Z = round(scale * N) for a standard normal N. A word gives a sign and a tail probability p up to
-its 64th bit, so N lies in an interval. In fp64 the interval's ends, widened by a proven bound on
-the arithmetic's error, nearly always round to the same integer. If they do not, they are compared
-with the border in as many bits as this needs, and if the interval itself contains a border, with
-further words. So Z is exactly a rounded Gaussian, and its bits do not depend on a math library.
+Z = round(scale * N) for a standard normal N. A 64-bit word gives a sign and bounds of N's tail
+probability that differ by 2^-64, so N lies in an interval. In fp64 the interval's ends, widened by
+a proven bound on the arithmetic's error, nearly always round to the same integer. If they do not,
+they are compared with the rounding border in as many bits as needed; if a border lies inside the
+interval, further words decide. Z is exactly a rounded Gaussian; no bit depends on a math library.
 
 Source of the fp64 quantile: Wichura, Algorithm AS 241: The Percentage Points of the Normal
 Distribution (1988), PPND16.
@@ -88,7 +88,7 @@ FAR = (
 # CENTER is used for q = 1/2 - p up to SPLIT, at SPLIT_SQUARE - q^2.
 SPLIT = 0.425
 SPLIT_SQUARE = 0.180625
-# FAR is used for sqrt(-log(p)) above FAR_FROM; the origins of FAR and TAIL are below.
+# FAR is used for r = sqrt(-log(p)) above FAR_FROM, at r - FAR_FROM; TAIL at r - TAIL_ORIGIN.
 FAR_FROM = 5.0
 TAIL_ORIGIN = 1.6
 
@@ -102,12 +102,12 @@ TAIL_ORIGIN = 1.6
 RELATIVE_ERROR = 2.0**-47
 
 _MAGNITUDE = (1 << 63) - 1
-# From this size on sums of integers in fp64 may be rounded.
+# Sums of integers may be rounded in fp64 if they are not below this number.
 EXACT_INTEGERS = 2.0**53
 
 
 def rounded_normals(words: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute round(scale * N) from one word for each element, where fp64 decides the rounding.
+    """Compute round(scale * N) from a word per element; report elements that fp64 cannot decide.
 
     Args:
         words: [N], int64, uniform over all 2^64 values.
@@ -135,7 +135,7 @@ def tail_quantiles(p: Tensor, q: Tensor) -> Tensor:
     """Return the x >= 0 with P(N > x) = p in fp64, to `RELATIVE_ERROR`.
 
     Args:
-        p: fp64, from 0 (where x is infinity) to 1/2, rounded.
+        p: fp64, rounded, from 0 (x is then infinite) to 1/2.
         q: 1/2 - p, rounded separately, so that its relative error is as small as p's.
     """
     center = q * _ratio(CENTER, SPLIT_SQUARE - q * q)
@@ -158,7 +158,7 @@ def settle(word: int, scale: float, further: Callable[[int], int]) -> int:
     Args:
         word: 64 bits, as an integer of either sign.
         scale: as for `rounded_normals`.
-        further: a function from 0, 1, ... to independent uniform 64-bit words, as integers >= 0.
+        further: a function that maps 0, 1, ... to independent uniform 64-bit words, integers >= 0.
     """
     sign, p, bits = -1 if word >> 63 & 1 else 1, word & _MAGNITUDE, 64
     number = 0
@@ -179,7 +179,7 @@ def _guess(p: int, bits: int, scale: float) -> int:
 
 
 def _borders_below(p: int, bits: int, scale: float, guess: int) -> int:
-    """How many k >= 0 have (k + 1/2) / scale < x for the x with P(N > x) = p / 2^bits."""
+    """Count the k >= 0 with (k + 1/2) / scale < x, for the x with P(N > x) = p / 2^bits."""
     # The result is the least k that is not below x, nearly always the guess or a neighbour.
     low, high, stride = guess, guess, 1
     if _is_below(guess, p, bits, scale):
@@ -196,7 +196,7 @@ def _borders_below(p: int, bits: int, scale: float, guess: int) -> int:
 
 
 def _is_below(k: int, p: int, bits: int, scale: float) -> bool:
-    """Whether (k + 1/2) / scale < x for the x with P(N > x) = p / 2^bits, 0 < p."""
+    """Return whether (k + 1/2) / scale < x for the x with P(N > x) = p / 2^bits, 0 < p."""
     import mpmath
 
     precision = bits + 64

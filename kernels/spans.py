@@ -59,7 +59,7 @@ def in_sequence(lengths: tuple[int, ...]) -> Spans:
 
 @functools.lru_cache(maxsize=64)
 def chunks(spans: Spans, most: int) -> tuple[Spans, Spans]:
-    """Cut each span into at least one chunk of at most `most` tokens: (chunks, chunks of each)."""
+    """Cut each span into at least one chunk of <= `most` tokens: (chunks, each span's chunks)."""
     cut = [
         [(first, min(first + most, end)) for first in range(start, end, most)] or [(start, end)]
         for start, end in spans

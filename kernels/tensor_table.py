@@ -1,7 +1,7 @@
 """TensorTable: the addresses of several tensors, for one launch over all of them.
 
-The first programs of a launch work on the first tensor, and so on: `owners` has each program's
-tensor, and `rows` the address and sizes of each tensor.
+The first programs of a launch work on the first tensor, the next programs on the second tensor,
+and so on. `owners` maps programs to tensors; `rows` has the address and sizes of each tensor.
 """
 
 import functools
@@ -96,7 +96,7 @@ def alike(kinds: Sequence[Hashable]) -> list[list[int]]:
 
 
 def has_vectors(*tensors: Tensor) -> bool:
-    """Whether kernels may load 16 bytes at a time from these contiguous tensors."""
+    """Return whether kernels may load 16 bytes at a time from these contiguous tensors."""
     for x in tensors:  # a generator takes twice as long
         if x.data_ptr() % 16 or x.numel() % 16:
             return False

@@ -1,9 +1,9 @@
 """Tile graphs: tables of the keys that each query sees, read by all attention kernels.
 
-A side of the graph divides its rows into *groups*, arithmetic progressions of token positions.
-Each group has *runs* of columns, which are progressions too. A run is never expanded: the columns
-that a tile of rows sees follow in closed form from the run's band ``lo <= row - col <= hi``. So
-the memory of a graph is proportional to groups and runs, not to tiles or pairs of tokens.
+A graph has two sides: queries as rows and keys as columns, and the reverse. A side divides its
+rows into *groups*, arithmetic progressions of token positions. Each group has *runs* of columns,
+which are progressions too. A closed form gives the columns of a run that a tile of rows sees, by
+the run's band ``lo <= row - col <= hi``. So memory is proportional to groups and runs, not tiles.
 
 Letters: B samples, H query heads, T query tokens, S key tokens, V variants.
 """
@@ -36,11 +36,11 @@ def real_cpu_tensors() -> Iterator[None]:
 class Side:
     """The rows of a graph and the columns that each of them sees.
 
-    The groups of one variant share no row; a row in no group sees nothing. The runs of one group
-    share no column. Every length may be 0.
+    A side has one or more *variants*, sets of groups; each head uses one variant. The groups of a
+    variant share no row; a row in no group sees no column. The runs of a group share no column.
 
     Attributes:
-        groups: `[N, 5]`, int32: start, stride and length of the rows, first and end run.
+        groups: `[N, 5]`, int32: start, stride and length (>= 0) of the rows, first and end run.
         runs: `[R, 5]`, int32: start, stride and length of the columns, lo and hi of the band.
         log_multiplicity: `[R]`, float64 (run-time sides: float32): natural log of how often each
             column of a run counts.
@@ -67,7 +67,7 @@ class Side:
         """Return the rows in tiles of at most `block`.
 
         The tiles of a variant are sorted by the number of columns that they see, largest first, so
-        that long tiles do not start last. Those of a run-time side are in the order of its groups.
+        that long tiles do not start last. Tiles of a run-time side are in the order of its groups.
 
         Returns:
             `[V, M, 8]`, int32: position of the first row, stride and number of the rows, first
@@ -98,7 +98,7 @@ class Side:
         return self._tables[key]
 
     def is_complete(self, num_rows: int) -> bool:
-        """Whether each variant has every row in a group; for run-time sides, see `partial`."""
+        """Return whether every row of each variant is in a group; see `partial` at run time."""
         if self.runtime:
             return not self.partial
         if num_rows not in self._complete:
@@ -109,7 +109,7 @@ class Side:
         return self._complete[num_rows]
 
     def has_fully_masked_rows(self, num_rows: int) -> bool:
-        """Whether some row may see no column; False only if every row certainly sees one."""
+        """Return whether a row may see no column; False only if every row certainly sees one."""
         if self.runtime:
             return self.partial  # in a complete run-time side every row sees itself
         if num_rows not in self._fully_masked:
@@ -117,7 +117,7 @@ class Side:
         return self._fully_masked[num_rows]
 
     def _all_see(self) -> bool:
-        """Whether each group has a run that all its rows see, or that contains each row itself."""
+        """Return whether each group has a run that all rows see, or that holds each row itself."""
         with real_cpu_tensors():
             groups, runs = self.groups.long().cpu(), self.runs.long().cpu()
             group, run = ranges(groups[:, 3], groups[:, 4])
@@ -233,7 +233,7 @@ class TileGraph:
             return int(per_variant[self.row_variants.long().cpu()].sum())
 
     def heads_share_cols(self, heads_per_group: int) -> bool:
-        """Whether all query heads of a key head use the same variant of `cols`."""
+        """Return whether all query heads of a key head use the same variant of `cols`."""
         if heads_per_group == 1:
             return True
         if self.cols.runtime:

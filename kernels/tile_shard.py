@@ -1,7 +1,7 @@
-"""Tile graphs between shards of a sequence: some queries and some keys, in local coordinates.
+"""Restricts tile graphs to shards of a sequence: some queries and some keys, local coordinates.
 
 A step of ring attention uses the graph of the whole sequence, restricted to the queries of one
-rank and the keys of another. The results of all steps, merged by log-sum-exp, are the result.
+rank and the keys of another. Merging all steps by log-sum-exp gives attention over all keys.
 
 Letters: H query heads, T query tokens, S key tokens, N groups, R runs, P chunks of rows, C chunks
 of columns.
@@ -52,8 +52,8 @@ def restrict(
 
     Returns:
         The graph in local coordinates, on the device of `graph`. Its `distance_shift` gives the
-        distances in the sequence if all pairs of chunks are equally far apart, as a single pair
-        is. Otherwise distances are wrong: with slopes, restrict to one pair of chunks at a time.
+        distances in the sequence if all pairs of chunks are equally far apart (a single pair is).
+        Otherwise distances are wrong: with slopes, restrict to one pair of chunks at a time.
 
     Raises:
         ValueError: a chunk does not fit into its shard.
@@ -75,7 +75,7 @@ def restrict(
 
 
 def is_empty(graph: TileGraph) -> bool:
-    """Whether no query sees a key; False for graphs built at run time, which are not examined."""
+    """Return whether no query sees a key; graphs built at run time are not examined (False)."""
     if graph.cols.runtime:
         return False
     if "is_empty" not in graph.plans:
@@ -99,7 +99,7 @@ def live_keys(graph: TileGraph) -> Tensor:
     if graph.cols.runtime:
         raise ValueError(
             "live_keys of a graph built at run time: expected a static graph, since the host "
-            "does not look at tables on the device; send all keys"
+            "does not read tables on the device; treat all keys as live"
         )
     with real_cpu_tensors():
         used, place = graph.col_variants.cpu().unique(return_inverse=True)
@@ -113,8 +113,8 @@ def _check(name: str, chunks: Sequence[Chunk], size: int) -> None:
     for chunk in chunks:
         if min(chunk) < 0 or chunk.local + chunk.length > size:
             raise ValueError(
-                f"{name} has {chunk}: expected nothing negative and local + length <= {size}, the "
-                "tokens of the shard"
+                f"{name} has {chunk}: expected numbers >= 0 with local + length <= {size}, the "
+                "number of tokens of the shard"
             )
 
 
@@ -157,7 +157,7 @@ def _static_side(side: Side, row_chunks: Sequence[Chunk], column_chunks: Sequenc
 
 
 def _clean(rows: Tensor, columns: Tensor, band: Tensor) -> tuple[Tensor, Tensor]:
-    """Clip runs to the columns that some row reaches; return (mask of nonempty runs, these runs).
+    """Clip runs to the columns that some row reaches; return (mask of nonempty runs, the runs).
 
     Args:
         rows: `[n, 3]`, the rows of each run.
@@ -204,7 +204,7 @@ def _runtime_side(side: Side, row_chunks: Sequence[Chunk], column_chunks: Sequen
 
 
 def _within(progressions: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-    """Intersect progressions `[n, 3]` with chunks: `[n, chunks, 3]`, in local coordinates.
+    """Return intersections of progressions `[n, 3]` and chunks, `[n, chunks, 3]`, local positions.
 
     Empty progressions start at 0, so that no position lies outside of the shard.
     """
@@ -250,7 +250,7 @@ def _live(side: Side, variant: int, num_rows: int) -> Tensor:
     narrow = hi - lo < step - 1
     wide = ~narrow
 
-    # The rows of all groups are concatenated, with one extra place after each group.
+    # The rows of all groups are concatenated, with one extra entry after each group.
     base = (length + 1).cumsum(0) - (length + 1)
     changes = torch.zeros(int((length + 1).sum()), dtype=torch.int64)
     where = base[group[wide]]

@@ -1,4 +1,4 @@
-"""attention_backend: choose whose kernels attention may use."""
+"""attention_backend: chooses the library whose kernels compute attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _again: str | None = None
 
 
 def attention_backend(backend: str) -> AbstractContextManager[None]:
-    """Context manager that chooses whose kernels attention uses. It has no effect without `with`.
+    """Context manager that chooses whose kernels compute attention. It needs a `with` statement.
 
     ::
 
@@ -40,17 +40,17 @@ def attention_backend(backend: str) -> AbstractContextManager[None]:
             - "auto": the forward of cuDNN, or of FlashAttention 4 if the package flash-attn-4 is
               installed, and a deterministic backward: FlashAttention 4's or dpflash's own.
             - "fast": the forward of "auto" and the fastest backward: cuDNN's, or FlashAttention
-              2's on GPUs before compute capability 9.0. If lse has a gradient, as "auto".
+              2's on GPUs before compute capability 9.0. The same as "auto" if lse has a gradient.
             - "own": dpflash's kernels only.
 
     Raises:
-        ValueError: another name.
+        ValueError: backend is not one of these names.
 
     Guarantees:
         With "auto" and "own", results and gradients are bitwise reproducible; with "fast",
         gradients are not. With "own" the bits of a sample's result do not depend on the number of
-        samples; with the others they may. Privacy does not depend on the backend: each gradient
-        is computed once, and this gradient is clipped. Private models with exact=True, and all
+        samples; with "auto" and "fast" they may. Privacy does not depend on the backend: each
+        gradient is computed once, then clipped. Private models with exact=True, and all
         calls under torch.use_deterministic_algorithms, use "own"; private models that may run
         two backwards (grad_sample_mode="ghost") use "auto" in place of "fast".
 
@@ -81,7 +81,7 @@ def _chosen(backend: str, *, of_model: bool = False) -> Iterator[None]:
 
 @contextmanager
 def attention_backend_of_model(backend: str) -> Iterator[None]:
-    """`attention_backend` for a private model's forward and for forwards recomputed later."""
+    """Set the backend for a private model's forward, and for forwards recomputed later."""
     global _again
     _again = backend
     with _chosen(backend, of_model=True):
@@ -100,5 +100,5 @@ def current_backend() -> str:
 
 
 def is_in_private_model() -> bool:
-    """Whether a private model's forward runs; False while a backward recomputes it."""
+    """Return whether a private model's forward runs; False while a backward recomputes it."""
     return _current.get()[1]

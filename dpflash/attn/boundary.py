@@ -57,13 +57,13 @@ _switch = _Switch()
 
 @contextmanager
 def without_noise() -> Iterator[NoiseOff]:
-    """Switch off the noise of boundaries that this thread crosses inside the block; they clip.
+    """Switch off noise, but not clipping, of boundaries that this thread crosses in the block.
 
-    **This removes the release's privacy.** It is for `PrivacyEngine.check` alone, which compares
-    gradients that are not released, on a copy of the model.
+    **Gradients without noise are not private.** Only `PrivacyEngine.check` may use this function:
+    it compares gradients of a copy of the model, which are not released.
 
     A boundary reads this state in the forward, since its backward may run in a thread of autograd.
-    After the block, also after an exception, noise is on again: for boundaries crossed afterwards,
+    After the block, also after an exception, noise is on again, both for boundaries crossed later
     and for later backwards through boundaries that were crossed inside. A boundary crossed by
     another thread (in a reentrant checkpoint, by a thread of autograd) keeps its noise.
     """
@@ -100,17 +100,17 @@ class Boundary:
 
 
 def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float) -> Tensor:
-    """Identity whose backward returns a private gradient.
+    """Return x; in the backward, clip the gradient of x per sample and add Gaussian noise.
 
-    In the backward, row i of the gradient becomes ``c_i dx_i + N(0, (sigma C)^2)`` with
-    ``c_i = min(1, C / ||dx_i||)``, the norm taken over all dimensions but the first. It is meant
-    for split and federated learning, where the gradients of activations are sent from one party
-    to another.
+    Row i of the gradient becomes ``c_i dx_i + N(0, (sigma C)^2)`` with ``c_i = min(1, C /
+    ||dx_i||)``; the norm is taken over all dimensions but the first. The function is meant for
+    split and federated learning, in which the gradients of activations are sent from one party to
+    another.
 
     Args:
         x: `[B, ...]`, floating point; its gradient is clipped and noised in float64.
-        max_grad_norm: C, the L2 bound of a row of the gradient of the differentiated loss,
-            which is usually the sum of the per-sample losses.
+        max_grad_norm: C, the L2 bound of a row of the gradient. The differentiated loss is usually
+            the sum of the per-sample losses.
         noise_multiplier: sigma.
 
     Returns:
@@ -123,9 +123,9 @@ def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float
             a replay would repeat the noise.
 
     Guarantees:
-        The release of this gradient is private, if its receiver sees nothing else that depends
-        on the data behind the loss. One backward is one Gaussian mechanism of noise multiplier
-        sigma under zero_out (one sample's loss is replaced by a loss whose gradient at its row is
+        The returned gradient is private if its receiver sees nothing else that depends on the
+        data behind the loss. One backward is one Gaussian mechanism of noise multiplier sigma
+        under zero_out (one sample's loss is replaced by a loss whose gradient at its row is
         zero), if row i depends on sample i alone. n backwards compose as n full Gaussian steps,
         whose epsilon `dpflash epsilon --sample-rate 1 --steps n` computes. Sampling does not
         amplify privacy: the rows show who is in the batch. The noise comes from ChaCha20, with a

@@ -1,4 +1,4 @@
-"""The attention function: takes q, k and v, and returns o and, if asked for, its log-sum-exp.
+"""The attention function: takes q, k and v, and returns o and, with return_lse, the log-sum-exp.
 
 Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim of
 queries and keys, E that of values.
@@ -79,10 +79,10 @@ def attention(
     """Compute softmax attention over the keys that a pattern selects, in O(T) memory.
 
     ``o_i = sum_j m_ij e^(s_ij) v_j / sum_j m_ij e^(s_ij)`` with ``s_ij = softmax_scale * q_i k_j``
-    and m the pattern's multiplicity. Query head h reads key/value head `h // (H // G)`. Strided
-    views are not copied if their last stride is 1. An empty batch gives an empty result. o and lse
-    are differentiable once, with respect to q, k, v, sinks, alibi_slopes and position_bias. Under
-    `torch.autocast` q, k and v are converted to its dtype, as by torch's
+    and m_ij the multiplicity of key j for query i. Query head h reads key/value head `h // (H //
+    G)`. Strided views with last stride 1 are not copied. An empty batch gives an empty result. o
+    and lse are differentiable once, with respect to q, k, v, sinks, alibi_slopes, position_bias.
+    Under `torch.autocast` q, k and v are converted to its dtype, as by torch's
     `scaled_dot_product_attention`.
 
     If there are fewer queries than keys, the queries are the last T of S tokens (except in dense
@@ -96,9 +96,9 @@ def attention(
             above 256 runs in plain torch, in O(TS) memory.
         k: `[B, G, S, D]`, dtype and device of `q`; G divides H.
         v: `[B, G, S, E]`, dtype and device of `q`; E is at most 576.
-        pattern: one of `dpflash.patterns`; None means dense attention.
-        causal: whether no query sees a key after its own position, in dense attention; a pattern
-            has its own `causal`.
+        pattern: a pattern of `dpflash.patterns`; None means dense attention.
+        causal: for dense attention, whether no query sees a key after its own position; a pattern
+            has its own argument `causal`.
         softmax_scale: factor of the scores; None means `1 / sqrt(D)`.
         softcap: a positive bound c of the scores: ``c tanh(s_ij / c)`` replaces s_ij
             (Gemma 2, arXiv:2408.00118, section 2); None means no bound.
@@ -113,7 +113,7 @@ def attention(
             the scores after `softcap`. -inf masks a key; if all biases of a query are
             `torch.finfo(...).min`, its output is the mean of v. A bias that the batch shares, as
             in T5, is not copied, but its gradient is computed per sample, `[B, H, T, S]`.
-        boundary: clip the gradients of q, k and v and add noise to them before they leave; a
+        boundary: clip the gradients of q, k and v and add noise before they are returned; a
             sample's three gradients are clipped by their joint norm. For the guarantee see
             `dpflash.private_boundary`. With an `Adaptive` pattern, gradients through the choice of
             blocks are included. Sinks, alibi_slopes and position_bias cannot be passed with a
@@ -133,7 +133,7 @@ def attention(
     Guarantees:
         Sample i of the result depends on sample i of q, k and v (and row i of key_padding_mask,
         sinks, alibi_slopes and position_bias) alone. Results are bitwise reproducible, except
-        gradients under ``attention_backend("fast")``. On a CPU, two kinds of dense calls without
+        gradients under ``attention_backend("fast")``. On a CPU, two types of dense calls without
         further options run in torch's own `scaled_dot_product_attention`, whose last bits may
         depend on the number of samples: one query without a gradient and, outside of private
         models, one short sample (up to 2^21 multiplications). The backend "own" prevents this.
@@ -200,9 +200,9 @@ def attention(
 
 
 def _runs_in_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    """Whether torch's own kernel is faster and as good, as for a short sample on the CPU.
+    """Return whether torch's kernel is faster and as good, for example for a short CPU sample.
 
-    Calling dpflash's kernels from Python takes longer than torch's whole call. They also
+    Calling dpflash's kernels from Python takes longer than torch's whole call. The kernels also
     vectorize over queries, so a single query leaves most of a vector empty.
     """
     if not q.is_cpu or 0 in k.shape or q.shape[3] != v.shape[3]:
@@ -218,7 +218,7 @@ def _runs_in_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
         # which `is_in_private_model` is False: both must take the same kernel.
         if trains and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return False
-        # In torch's causal attention, fewer queries than keys are the first tokens.
+        # If queries are fewer than keys, torch's causal attention takes them as the first tokens.
         if causal and not alone and q.shape[2] != k.shape[2]:
             return False
     return current_backend() != OWN and is_eager((q, k, v))
@@ -233,7 +233,7 @@ def _document_by_document(
     bias: Tensor | None,
     named: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Return (o, lse) of an `Adaptive` pattern within documents, computed one by one."""
+    """Return (o, lse) of an `Adaptive` pattern within documents, one document at a time."""
     pattern._check_size(q.shape[2], q.shape[1])
     results = []
     for begin, end in pairwise(pattern.cu_seqlens):
@@ -423,6 +423,6 @@ def require_fitting(q: Tensor, k: Tensor, v: Tensor, *, equal_head_dims: bool = 
     if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
         raise ValueError(
             f"q has {q.shape[1]} heads and k has {k.shape[1]}: expected a number of key/value "
-            "heads that divides the number of query heads; heads are dimension 1, so "
-            "q.transpose(1, 2) if tokens stand there"
+            "heads that divides the number of query heads; heads are dimension 1: if dimension 1 "
+            "is tokens, pass q.transpose(1, 2)"
         )

@@ -121,7 +121,7 @@ class _AttentionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         raise RuntimeError(
-            "attention is differentiable once: its gradient has no gradient. For gradient "
+            "attention is differentiable once: double backward is not supported. For gradient "
             "penalties or Hessians use torch's own attention with the math backend"
         )
 
@@ -139,7 +139,7 @@ class _EagerAttention(torch.autograd.Function):
 
 
 def is_eager(inputs: Sequence[Any]) -> bool:
-    """Whether only autograd is active: no tensor subclass, dispatch mode, transform or tracer."""
+    """Return whether only autograd is active: no subclass, dispatch mode, transform or tracer."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
@@ -168,8 +168,8 @@ def attend(*inputs: Any, return_lse: bool) -> tuple[Tensor, Tensor]:
 class ReleasedAttention(torch.autograd.Function):
     """`Attention` whose backward returns `release(grads, squares)` for q, k and v.
 
-    The norms and the release are in one node, so no operation between them can change the released
-    gradients. The class has no `setup_context`: torch.func, which would map the release, raises.
+    One node computes the norms and adds the noise, so no operation in between can change the
+    gradients. Without `setup_context`, torch.func raises instead of vectorizing the noise.
     """
 
     @staticmethod
@@ -210,7 +210,7 @@ def graph_of(
     blocks: Tensor | None = None,
     gates: Tensor | None = None,
 ) -> TileGraph:
-    """Return a call's tile graph; blocks and gates are the choice of an `Adaptive` pattern."""
+    """Return a call's tile graph; an `Adaptive` pattern has chosen the blocks and gates."""
     queries, keys = q.shape[2], k.shape[2]
     if isinstance(pattern, Adaptive):
         assert blocks is not None and gates is not None
@@ -271,7 +271,7 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*given: Any) -> tuple[Tensor, ...]:
-    """`_gradients` as an operator, with an empty tensor in place of None."""
+    """Return the results of `_gradients` with an empty tensor in place of None."""
     return tuple(_absent(given[4]) if x is None else x for x in _gradients(*given))
 
 

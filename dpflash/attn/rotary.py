@@ -17,7 +17,7 @@ from dpflash.kernels.capture import is_captured_by_others, kept_in_captures
 from dpflash.kernels.rotary import is_traced
 
 _BASE = 10_000.0
-# Largest cached table. Larger ones take little time compared to attention over as many tokens.
+# Maximum size of a cached table. A larger table takes little time compared to its attention.
 _MOST_ELEMENTS = 1 << 21
 
 

@@ -1,7 +1,7 @@
-"""Modules for long-context transformers whose every parameter private training can clip.
+"""Modules for long-context transformers; private training can clip each of their parameters.
 
-Each parameter is used only in the forward of the `Linear`, `Embedding` or norm that owns it. So
-the per-sample gradient rules of these layers cover every parameter of a model.
+A parameter is used only in the forward of the `Linear`, `Embedding` or norm that owns it. So the
+per-sample gradient rules of these layers cover every parameter of a model.
 """
 
 from .attention import MultiheadAttention

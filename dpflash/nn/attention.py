@@ -56,21 +56,21 @@ class MultiheadAttention(nn.Module):
         bias: whether the projections have biases.
         add_bias_kv: must be False.
         add_zero_attn: must be False.
-        kdim: width of `key`; None means E. Another width needs ``self_attention=False``.
-        vdim: width of `value`; None means E. Another width needs ``self_attention=False``.
+        kdim: width of `key`; None means E. Other widths need ``self_attention=False``.
+        vdim: width of `value`; None means E. Other widths need ``self_attention=False``.
         batch_first: must be True (torch's default is False).
         device: device of the parameters.
         dtype: dtype of the parameters.
         num_kv_heads: G, which divides H; None means H.
-        pattern: one of `dpflash.patterns`; None means dense attention. A pattern does not support
-            attn_mask, a floating-point key_padding_mask, or dropout of attention weights.
+        pattern: a pattern of `dpflash.patterns`; None means dense attention. With a pattern,
+            attn_mask, floating-point key_padding_mask and dropout of weights are not supported.
         context_parallel: a DeviceMesh with a dimension "context", or a
             `dpflash.distributed.ContextParallel`. The inputs are then this rank's tokens, which
             attend to the tokens of all ranks. Needs self-attention without masks and dropout of
             weights, and all ranks must call the module together.
         self_attention: whether query, key and value are always the same tensor.
         rotary: apply rotary position embeddings; needs self-attention.
-        attention_sinks: learn one attention sink per head: the score of an extra key of value 0.
+        attention_sinks: learn one attention sink per head, the score of an extra key with value 0.
         alibi: learn one slope per head; ``slope * distance`` is subtracted from the scores
             (ALiBi). The slope of head h starts at ``2^(-8 (h + 1) / H)``.
 
@@ -124,12 +124,12 @@ class MultiheadAttention(nn.Module):
         if embed_dim % num_heads != 0:
             raise ValueError(
                 f"num_heads={num_heads}: expected a divisor of embed_dim={embed_dim}; "
-                "change either"
+                "change one of the two"
             )
         if num_heads % num_kv_heads != 0:
             raise ValueError(
                 f"num_kv_heads={num_kv_heads}: expected a divisor of num_heads={num_heads}; "
-                "change either"
+                "change one of the two"
             )
         if self_attention and (kdim != embed_dim or vdim != embed_dim):
             raise ValueError(
@@ -221,20 +221,20 @@ class MultiheadAttention(nn.Module):
             attn_mask: `[T, S]` or `[B * H, T, S]`, boolean (True: not attended to) or floating
                 point (added to the scores).
             average_attn_weights: has no effect, since no weights are returned.
-            is_causal: query t attends to the keys 0..t only, in addition to the masks; unlike
-                torch's module this one does not need an attn_mask as well.
+            is_causal: query t attends to the keys 0..t only, in addition to the masks; unlike in
+                torch's module, no attn_mask is needed as well.
             cu_seqlens: borders of the documents that are packed into the batch, ``(0, end of the
-                first, ..., B * T)``; its rows count as one sequence. Each token attends within
-                its own document, and rotary positions count from the document's begin. Needs
-                self-attention without masks and dropout of weights. With context_parallel the
-                borders are those of the tokens of all ranks, and sinks, slopes and `Adaptive`
-                patterns are refused.
+                first document, ..., B * T)``, where the rows of the batch form one sequence. Each
+                token attends within its own document, and rotary positions count from the
+                document's first token. Needs self-attention without masks and dropout of weights.
+                With context_parallel the borders count the tokens of all ranks; sinks, slopes and
+                `Adaptive` patterns are then not supported.
             context: with context_parallel, the result of ``context_parallel.agree``, so that the
                 ranks agree on the sequence once per forward, not in every layer.
 
         Returns:
-            The pair (output `[B, T, E]`, None). A fully masked query has the bias of the output
-            projection as its output, never NaN.
+            The pair (output `[B, T, E]`, None). The output of a fully masked query is the bias of
+            the output projection, never NaN.
 
         Raises:
             ValueError: need_weights=True, shapes that do not fit, another key or value in
@@ -297,7 +297,7 @@ class MultiheadAttention(nn.Module):
     def _packed_output(
         self, x: Tensor, documents: Documents, is_causal: bool, context: Context | None
     ) -> Tensor:
-        """`_output` for documents that are packed into x."""
+        """Return `[B, T, E]` for documents that are packed into x, see `_output`."""
         q, k, v = (
             # One row holds all tokens.
             t.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2)
@@ -333,8 +333,8 @@ class MultiheadAttention(nn.Module):
             )
         if context.length != tokens:
             raise ValueError(
-                f"cu_seqlens of {tokens} tokens for inputs of {context.length} on all ranks: cut "
-                "the packed batch by model.context_parallel.shard(batch)"
+                f"cu_seqlens ends at {tokens}, but the inputs of all ranks have {context.length} "
+                "tokens: divide the packed batch by model.context_parallel.shard(batch)"
             )
         return context
 
@@ -357,19 +357,19 @@ class MultiheadAttention(nn.Module):
         if not self.self_attention:
             reason = "self_attention=False is not supported; pass self_attention=True"
         elif any(mask is not None for mask in masks):
-            reason = "a mask beside it; leave the mask out, and make padding a document"
+            reason = "a mask beside it is not supported; omit the mask, make padding a document"
         elif self.context_parallel is not None and has_numbers:
             reason = (
-                "attention_sinks or alibi over several ranks, where they have no per-document "
-                "gradients; leave them out, or train without context_parallel"
+                "attention_sinks or alibi has no per-document gradients over several ranks; "
+                "leave both out, or train without context_parallel"
             )
         elif self.context_parallel is not None and isinstance(self.pattern, Adaptive):
             reason = (
-                f"pattern={self.pattern!r} over several ranks, where it chooses blocks across "
-                "documents; pass another pattern, or train without context_parallel"
+                f"pattern={self.pattern!r} would choose blocks across documents over several "
+                "ranks; pass another pattern, or train without context_parallel"
             )
         elif self.training and self.dropout > 0:
-            reason = f"dropout={self.dropout} of attention weights; pass dropout=0"
+            reason = f"dropout={self.dropout} of weights is not supported; pass dropout=0"
         if reason is not None:
             raise ValueError(f"cu_seqlens with {reason}")
 
@@ -424,13 +424,13 @@ class MultiheadAttention(nn.Module):
         return o
 
     def refuse_context_parallel(self) -> str | None:
-        """Why the module cannot attend to other ranks' tokens; None if it can."""
+        """Return why the module cannot attend to other ranks' tokens, or None if it can."""
         if not self.self_attention:
             return "keys of another source are not sharded; pass self_attention=True"
         if self.dropout > 0:
             return (
                 f"dropout={self.dropout} of attention weights: a rank does not know the "
-                "dropout masks of the others; pass dropout=0"
+                "dropout masks of the other ranks; pass dropout=0"
             )
         return None
 

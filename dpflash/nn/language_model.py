@@ -46,10 +46,10 @@ class LongContextLM(nn.Module):
             saving them.
         positions: "rotary", which has no parameters; "learned", one embedding for each of
             max_seq_len positions; or "alibi", one slope for each head of each block.
-        attention_sinks: learn one attention sink per head: the score of an extra key of value 0.
+        attention_sinks: learn one attention sink per head, the score of an extra key with value 0.
         context_parallel: a DeviceMesh with a dimension "context", or a
-            `dpflash.distributed.ContextParallel`. Tokens and targets are then this rank's part,
-            as `dpflash.distributed.shard_sequence` cuts them.
+            `dpflash.distributed.ContextParallel`. The model then receives this rank's part of the
+            tokens and targets, as `dpflash.distributed.shard_sequence` divides them.
         chunked_loss: whether the head is a `LinearCrossEntropy`, so that a call with targets never
             holds all logits. Its parameters are those of `torch.nn.Linear`.
 
@@ -169,8 +169,8 @@ class LongContextLM(nn.Module):
             own = self.architecture[name]
             if saved.get(name, own) != own:
                 error_msgs.append(
-                    f"{name}={own}: the weights are of a model with {name}={saved[name]}, which "
-                    "computes something else; build the model like that, or use dpflash.load"
+                    f"{name}={own}: the weights belong to a model with {name}={saved[name]}; "
+                    "build the model with this value, or use dpflash.load"
                 )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *lists)
 
@@ -200,10 +200,10 @@ class LongContextLM(nn.Module):
         Args:
             tokens: `[B, T]`, int64, values 0..V-1, T at most max_seq_len; with context_parallel
                 this rank's tokens.
-            targets: `[B, T]`, int64, the next token at each position; -100 does not count.
+            targets: `[B, T]`, int64, the next token at each position; -100 is ignored.
             packed: the batch of `dpflash.packing` from which the tokens come. Each document is
-                then a sample: attention stays within it, and positions count from its begin.
-                With context_parallel, this rank's part of the batch.
+                then a sample: attention stays within the document, and positions count from the
+                document's first token. With context_parallel, this rank's part of the batch.
 
         Returns:
             `[B, T, V]`, logits; the logits at t depend on tokens 0..t of the same sample alone.
@@ -233,8 +233,8 @@ class LongContextLM(nn.Module):
         if packed is not None:
             if tuple(tokens.shape) != packed.units.shape:
                 raise ValueError(
-                    f"packed of shape {packed.units.shape} for tokens {tuple(tokens.shape)}: "
-                    "expected packed.input_ids"
+                    f"packed has shape {packed.units.shape}, but tokens have shape "
+                    f"{tuple(tokens.shape)}: pass packed.input_ids as tokens"
                 )
             length = packed.longest
         if length > self.max_seq_len:
@@ -242,7 +242,7 @@ class LongContextLM(nn.Module):
             together = shared * (self.context_parallel is not None)
             raise PrivateRefusal(
                 f"tokens have more positions{together} than max_seq_len={self.max_seq_len}; "
-                "shorten them or build the model for longer ones",
+                "shorten the sequences, or build the model with a greater max_seq_len",
                 length=length,
             ) from None
         x = self.token_embedding(tokens)

@@ -25,8 +25,8 @@ class LinearCrossEntropy(nn.Linear):
         in_features: E.
         num_classes: V.
         bias: whether the layer has a bias b.
-        ignore_index: targets of this value do not count. A sample with no other target has the
-            loss 0 and a zero gradient.
+        ignore_index: targets with this value are ignored. A sample whose targets are all ignored
+            has the loss 0 and a zero gradient.
         reduction: "mean" or "sum", over each sample's valid targets.
         chunk_tokens: tokens per chunk; None means chunks of 2^24 logits (64 MiB).
         device: device of the parameters.
@@ -97,7 +97,7 @@ class LinearCrossEntropy(nn.Linear):
         )
 
     def check(self, x: Tensor, targets: Tensor) -> None:
-        """Raise for inputs that `forward` does not take."""
+        """Raise ValueError if a shape or dtype of the inputs of `forward` is not supported."""
         if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(
                 f"x has dtype {x.dtype}, the weight {self.weight.dtype}: expected the same; use "

@@ -68,14 +68,15 @@ def from_text(text: str, *, causal: bool, tokens: int) -> Pattern:
     """Make the pattern that a text describes.
 
     Args:
-        text: a name such as ``"sliding_window"``, which has the sizes of `dpflash bench
+        text: a name such as ``"sliding_window"``, whose arguments are then those of `dpflash bench
             attention`; a name with arguments such as ``"sliding_window(window=256)"``, as in the
             repr of a pattern; or a `Pattern.key`.
-        causal: whether no query sees a later key; if the text has `causal`, it must be equal.
+        causal: whether no query sees a later key. A `causal` in the text must have this value.
         tokens: T, which determines the sizes of a name without arguments.
 
     Raises:
-        ValueError: other text, an unknown name or argument, or a size that the pattern refuses.
+        ValueError: the text is not of these forms, a name or argument is unknown, or the pattern
+            refuses a size.
     """
     if text.lstrip().startswith("{"):
         pattern = from_key(text)
@@ -86,10 +87,10 @@ def from_text(text: str, *, causal: bool, tokens: int) -> Pattern:
         except TypeError as error:  # a required argument is missing
             names = ", ".join(field.name for field in fields(kind))  # type: ignore[arg-type]
             raise ValueError(
-                f"pattern={text!r}: an argument is missing; those of {kind.__name__} are {names}"
+                f"pattern={text!r}: an argument is missing; {kind.__name__} takes {names}"
             ) from error
     if pattern.causal != causal:
         raise ValueError(
-            f"pattern={text!r}: expected causal={causal}; pass it so, or leave it out"
+            f"pattern={text!r}: expected causal={causal}; pass this value, or leave causal out"
         )
     return pattern

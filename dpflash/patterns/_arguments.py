@@ -52,6 +52,6 @@ def integers(name: str, values: object, least: int) -> tuple[int, ...]:
     for value in (found := items(name, values)):
         if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             raise refusal(
-                name, found, f"integers >= {least}", "replace the others by whole numbers"
+                name, found, f"integers >= {least}", "replace all other values by such integers"
             )
     return tuple(int(value) for value in found)  # type: ignore[call-overload]

@@ -135,7 +135,7 @@ def _merged(intervals: Ints, num_blocks: int) -> tuple[Ints, Ints, Ints]:
 
 
 def _starts_group(row: Ints, begin: Ints, end: Ints, num_blocks: int) -> NDArray[np.bool_]:
-    """Whether each block row sees other columns than the row before it: `[num_blocks]`."""
+    """Return whether each block row sees other columns than the row before it: `[num_blocks]`."""
     counts = np.bincount(row, minlength=num_blocks)
     starts = np.ones(num_blocks, dtype=bool)
     starts[1:] = counts[1:] != counts[:-1]

@@ -55,14 +55,14 @@ class Adaptive(Pattern):
     def mask(self, num_tokens: int, num_heads: int = 1) -> Tensor:
         """Raise ValueError, since the keys that a query sees depend on q and k."""
         raise ValueError(
-            f"{self!r} has no mask of its own, since it chooses from q and k: call "
-            "choose(q, k, softmax_scale) and look at the blocks it returns"
+            f"{self!r} has no fixed mask, since it chooses blocks by q and k: call "
+            "choose(q, k, softmax_scale), which returns the chosen blocks"
         )
 
     def _build(self, num_tokens: int, num_heads: int) -> TileGraph:
         raise ValueError(
-            f"{self!r} has no graph or picture of its own, since it chooses from q and k: call "
-            "choose(q, k, softmax_scale) and look at the blocks it returns"
+            f"{self!r} has no fixed graph or picture, since it chooses blocks by q and k: call "
+            "choose(q, k, softmax_scale), which returns the chosen blocks"
         )
 
     def edges(self, num_tokens: int, num_heads: int = 1) -> int:
@@ -92,8 +92,8 @@ class Adaptive(Pattern):
             softmax_scale: factor of q k.
 
         Returns:
-            blocks `[B, H, n, K]`, int32, K = min(keep, n), -1 for no block, and gates of
-            the same shape, float32, differentiable with respect to q and k.
+            blocks `[B, H, n, K]`, int32, K = min(keep, n), -1 if there are fewer than K blocks,
+            and gates of the same shape, float32, differentiable with respect to q and k.
         """
         q_means = _block_means(q, self.block_size)
         k_means = _block_means(k, self.block_size)
@@ -102,7 +102,7 @@ class Adaptive(Pattern):
     def choose_from_means(
         self, q_means: Tensor, k_means: Tensor, softmax_scale: float
     ) -> tuple[Tensor, Tensor]:
-        """`choose`, given the means `[B, H, n, D]` and `[B, G, n, D]` of the blocks of q and k."""
+        """Choose as `choose`, from the blocks' means of q `[B, H, n, D]` and k `[B, G, n, D]`."""
         k_means = k_means.repeat_interleave(q_means.shape[1] // k_means.shape[1], dim=1)
         if self.causal:
             # Use the mean of the block before: that of the own block depends on later tokens.
@@ -181,7 +181,7 @@ def runtime_graph(blocks: Tensor, gates: Tensor, pattern: Adaptive, num_tokens: 
         runtime=True,
     )
 
-    # The side of the keys has the same pairs, sorted by (sample, head, key block).
+    # The key side has the same pairs, sorted by (sample, head, key block).
     head = torch.arange(batch * heads, device=device).repeat_interleave(n * kept)
     order = torch.argsort(head * (n + 1) + chosen.masked_fill(none, n), stable=True)
     sorted_keys = (head * (n + 1) + chosen.masked_fill(none, n))[order]

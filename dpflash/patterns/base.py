@@ -160,9 +160,9 @@ class Pattern(ABC):
         return NotImplemented
 
     def _fix_key(self, **as_json: object) -> None:
-        """Set `key`, at the end of every `__post_init__`, since it cannot be traced later.
+        """Set `key` at the end of `__post_init__`; torch.compile could not trace it later.
 
-        `as_json` has replacements for fields that are not JSON values.
+        `as_json` replaces the fields that are not JSON values.
         """
         named = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         named |= as_json

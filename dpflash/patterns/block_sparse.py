@@ -25,10 +25,10 @@ _Lists = tuple[tuple[int, ...], ...]
 class BlockSparse(Pattern):
     """Each block of queries sees the blocks of keys that rules or explicit lists select.
 
-    With ``n = ceil(T / block_size)``, query block i sees key block j if one of these holds:
-    ``|i - j| <= local_blocks``; ``(i - j) % stride_blocks == 0``; i or j is one of the first
-    `global_blocks` blocks; j is among the random blocks of i. With `block_lists`, query block i
-    sees exactly the listed blocks.
+    With ``n = ceil(T / block_size)``, query block i sees key block j if at least one condition
+    holds: ``|i - j| <= local_blocks``; ``(i - j) % stride_blocks == 0``; i or j is one of the
+    first `global_blocks` blocks; j is among the random blocks of i. With `block_lists`, query
+    block i sees exactly the listed blocks.
 
     Source: Child et al., arXiv:1904.10509 (strided); Zaheer et al., BigBird, arXiv:2007.14062.
 
@@ -38,12 +38,12 @@ class BlockSparse(Pattern):
         stride_blocks: the stride in blocks; 0 means no strided blocks.
         global_blocks: number of first blocks that see all blocks and are seen by all blocks.
         random_blocks: number of distinct blocks drawn for each head and block of queries, among
-            all n or, if causal, among earlier blocks (all of these if there are not enough).
+            all n blocks or, if causal, among earlier blocks (all blocks if there are too few).
         seed: seed of the random blocks, which depend on seed, head, n and causal only; 0 or more.
         causal: no query sees a key later than its own position.
-        block_lists: for each block of queries, the indices of the blocks that it sees: one such
-            list of lists for all heads, or one for each head. A block of queries may see nothing.
-            The rules above must be left at their defaults.
+        block_lists: one list for each block of queries, with the indices of the blocks that it
+            sees; either one such list of lists for all heads, or one for each head. A block of
+            queries may see no block. local_blocks to random_blocks must keep their defaults.
 
     Raises:
         ValueError: an argument of the wrong type or range, block_lists together with rules, or
@@ -68,7 +68,7 @@ class BlockSparse(Pattern):
             most = {"local_blocks": 1, "stride_blocks": 0, "global_blocks": 0, "random_blocks": 0}
             for name, number in most.items():
                 if (value := getattr(self, name)) > number:
-                    expected = f"{number} beside block_lists"
+                    expected = f"the default {number}, since block_lists is passed"
                     raise _arguments.refusal(name, value, expected, "leave it out")
             _arguments.store(self, block_lists=_tuples(self.block_lists))
             self._check_lists()
@@ -94,7 +94,7 @@ class BlockSparse(Pattern):
             for j in blocks
         ):
             raise _arguments.refusal(
-                "block_lists", self.block_lists, "some pair of blocks", "list the visible blocks"
+                "block_lists", self.block_lists, "a visible block", "list the visible blocks"
             )
 
     def _lists(self) -> tuple[_Lists, ...]:
@@ -112,13 +112,13 @@ class BlockSparse(Pattern):
         of_heads = self._lists()
         if self._is_per_head() and len(of_heads) != num_heads:
             raise _arguments.refusal(
-                "num_heads", num_heads, f"{len(of_heads)}, as block_lists has", "list each head"
+                "num_heads", num_heads, f"{len(of_heads)}, as in block_lists", "list each head"
             )
         if -(-num_tokens // self.block_size) != len(of_heads[0]):
             raise _arguments.refusal(
                 "num_tokens",
                 num_tokens,
-                f"the {len(of_heads[0])} blocks of {self.block_size} tokens of block_lists",
+                f"{len(of_heads[0])} blocks of {self.block_size} tokens, as in block_lists",
                 "list each block of queries",
             )
 
@@ -218,12 +218,12 @@ def _tuples(lists: object) -> tuple[Any, ...]:
 def _check_list(blocks: tuple[int, ...], num_blocks: int) -> None:
     if len(set(blocks)) != len(blocks):
         raise _arguments.refusal(
-            "block_lists", blocks, "each block once", "drop the repeated ones"
+            "block_lists", blocks, "each block once", "drop the repeated indices"
         )
     if blocks and max(blocks) >= num_blocks:
         raise _arguments.refusal(
             "block_lists",
             blocks,
             f"indices below {num_blocks}, the number of query blocks",
-            "drop the blocks behind the end",
+            "drop the larger indices",
         )

@@ -1,9 +1,9 @@
 """LongNet's dilated attention, with all branches in one softmax.
 
-A *branch* is a segment length with a dilation rate. In an interval of tokens without a segment
-border of any branch, the tokens that are live in the same branches form residue classes, which are
-the groups of rows. Relative to a live token, the live keys of a branch are at multiples of its
-rate. Groups that see the same columns relative to their own start share one list of runs.
+A *branch* is a segment length with a dilation rate; `Dilated` defines which tokens are *live* in
+it. In an interval of tokens without a segment border of any branch, the tokens that are live in
+the same branches form residue classes, which are the groups of rows. Live keys of a branch are at
+multiples of its rate from a live token. Groups with equal relative columns share a list of runs.
 
 Letters: T tokens, H heads, W segment length, r dilation rate, m multiplicity.
 """
@@ -53,13 +53,13 @@ class Dilated(Pattern):
 
     Args:
         segment_lengths: the segment length w of each branch, in tokens.
-        dilation_rates: the dilation rate r of each branch, at most its w.
+        dilation_rates: the dilation rate r of each branch, at most the branch's segment length w.
         causal: no query sees a key later than its own position.
-        overlap: "multiset", a key counts m times; "set", a key counts once if m > 0.
-        offset: "head", ``o(h) = h mod r``, as in the paper; "group", ``o(h) = h // ceil(H / r)``,
-            as in torchscale. The two differ by more than the order of the heads.
-        heads: "all", each head has all branches; "grouped", each head has one branch: each of
-            the k branches has H // k heads, and the first H % k branches one head more.
+        overlap: with "multiset" a key counts m times, with "set" it counts once if m > 0.
+        offset: "head" means ``o(h) = h mod r``, as in the paper; "group" means ``o(h) = h //
+            ceil(H / r)``, as in torchscale. They differ by more than the order of the heads.
+        heads: with "all" each head has all branches; with "grouped" each head has one branch:
+            each of the k branches has H // k heads, and the first H % k branches one head more.
 
     Raises:
         ValueError: an argument of the wrong type or range, or lists that do not fit together.
@@ -213,8 +213,8 @@ def _row_classes(
 ) -> list[tuple[int, int, tuple[int, ...]]]:
     """Return (stride, phase, branches) of the tokens that are live in some branch.
 
-    Token x is live in branch i if ``x = phases[i] modulo rates[i]``; there are `window` tokens, or
-    the pattern repeats after them.
+    Token x is live in branch i if ``x = phases[i] modulo rates[i]``. `window` is the number of
+    tokens, or the period after which the live branches repeat.
     """
     x = np.arange(window)
     live = np.stack([x % rate == phase for rate, phase in zip(rates, phases, strict=True)])

@@ -50,10 +50,10 @@ class Documents(OfDocuments):
                 "pass (0, num_tokens) for one document",
             )
         if borders[0] != 0:
-            raise _arguments.refusal("cu_seqlens", borders, "0 as first", "put a 0 in front")
+            raise _arguments.refusal("cu_seqlens", borders, "0 as first border", "prepend 0")
         if any(end < begin for begin, end in zip(borders, borders[1:], strict=False)):
             raise _arguments.refusal(
-                "cu_seqlens", borders, "borders that never fall", "pass cumulative lengths"
+                "cu_seqlens", borders, "borders that never decrease", "pass cumulative lengths"
             )
         _arguments.store(self, cu_seqlens=borders)
         _arguments.flag("causal", self.causal)
@@ -98,7 +98,7 @@ def within(documents: Documents, pattern: Pattern) -> Pattern:
                 "cu_seqlens",
                 documents.cu_seqlens,
                 "some of the pattern's borders",
-                "combine the documents first, and the pattern with them",
+                "combine the two Documents first, then apply the inner pattern",
             )
         return within(Documents(cu_seqlens=pattern.cu_seqlens, causal=causal), pattern.inner)
     if causal and not pattern.causal:

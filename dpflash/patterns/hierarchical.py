@@ -20,7 +20,7 @@ from .base import Pattern
 
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical(Pattern):
-    """Levels of (stride, window) in tokens; a query sees the union of what its levels see.
+    """Levels of (stride, window) in tokens; a query sees the keys of all of its levels.
 
     With ``b = block_size``, query block i sees key block j if, for some level, i is a multiple
     of ``max(1, stride // b)``, and ``|i - j| <= max(1, window // b) // 2`` or window is -1. A

@@ -1,4 +1,4 @@
-"""Whether attention of a pattern reaches the whole sequence, given enough layers."""
+"""Decides whether attention of a pattern reaches the whole sequence, given enough layers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .sliding_window import SlidingWindow
 
 
 def reaches_all(pattern: Pattern, tokens: int, heads: int = 1) -> bool:
-    """Whether the last of T >= 1 positions depends on the whole sequence, given enough layers.
+    """Return whether the last of T >= 1 positions depends on all tokens, given enough layers.
 
     The function follows, from the last position, the keys that each position sees in any head.
-    Not reached are blocks that only see themselves, and segments that no branch connects.
+    For example, it returns False if blocks see only themselves or no branch connects segments.
     """
     if isinstance(pattern, Adaptive):
         return True  # any block may be chosen

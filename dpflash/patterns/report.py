@@ -95,7 +95,7 @@ def plot(
     _arguments.integer("num_tokens", num_tokens, 1)
     target = Path(f"{type(pattern).__name__}_T{num_tokens}.png" if path is None else path)
     if target.suffix.lower() != ".png":
-        raise _arguments.refusal("path", str(target), "a name that ends in .png", "change it")
+        raise _arguments.refusal("path", str(target), "a name ending in .png", "change the name")
     graph = pattern.graph(num_tokens, num_heads)
     heads: dict[int, list[int]] = {}
     for head, variant in enumerate(graph.row_variants.tolist()):

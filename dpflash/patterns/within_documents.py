@@ -100,7 +100,7 @@ class _Sides:
     def joined(self, variants: Sequence[Sequence[int]], num_heads: int) -> tuple[Side, Tensor]:
         """Return the side of the whole sequence, and the variant that each head uses.
 
-        `variants` has, for each document, the variant of the document's side of each head.
+        ``variants[d][h]`` is the variant that head h uses in the side of document d.
         """
         of_heads = [tuple(of[head] for of in variants) for head in range(num_heads)]
         distinct = list(dict.fromkeys(of_heads))
