@@ -291,6 +291,7 @@ def test_a_short_sample_gets_from_torch_what_the_own_kernels_give(queries, dtype
         expected, in_torch = watched(lambda: gradients(ours, tensors))
     assert not in_torch
     torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients(ours, tensors), found, rtol=0, atol=0)
 
 
 def test_torchs_own_attention_is_for_short_samples_alone():
