@@ -42,29 +42,29 @@ COLUMNS: dict[str, dict[str, Any]] = {
 }
 ABOUT = """# Models
 
-Tiny models with random weights of {count} architectures of transformers {transformers}, each
-trained for one private step without noise and compared with a loop over single samples
-(float64, {date}). "Yes": the model trains, and the two clipped sums are equal up to rounding to
-float32, a relative difference of at most {equal}. (Clipping factors, eager attention's softmax
-and DeepSeek's routers round to float32; the JSON has each difference.) "No": the model is refused,
-for the reason with that number below. {trained} of the architectures train with all parameters.
+{count} architectures of transformers {transformers} were tested, as tiny models with random
+weights. Each trained for one private step without noise, and its clipped sum was compared with a
+loop over single samples (float64, {date}). {trained} can be trained with all parameters. Cells:
 
-The columns `flat`, `ghost` and `per_layer` are ways to clip, with transformers' own attention
-(`"eager"`). The configs turn dropout off. They also turn off Wav2Vec2's SpecAugment, which is
-refused because it masks a whole batch at once (`apply_spec_augment=False`). `dpflash` is flat
-clipping with `attn_implementation="dpflash"` ([how](attention.md)), which needs attention dropout
-of 0; it is compared with the loop over eager attention. Mamba, which has no attention, ignores it.
-`LoRA` is flat clipping of PEFT's adapters of rank 2 with `target_modules="all-linear"`, all other
-parameters frozen. `check` is "yes" if `engine.check` finds no error in the model with all
-parameters trained.
+- "yes": the model can be trained, and the two clipped sums are equal up to rounding to float32, a
+  relative difference of at most {equal}. Clipping factors, eager attention's softmax and
+  DeepSeek's routers round to float32; the JSON has each difference.
+- "no (1)": training raises the error with the number 1 in the list below the table.
+- `flat`, `ghost` and `per_layer` are methods of clipping, with transformers' own attention
+  (`"eager"`). The configs turn dropout off, and Wav2Vec2's SpecAugment, which masks a whole batch
+  at once (`apply_spec_augment=False`).
+- `dpflash` is flat clipping with `attn_implementation="dpflash"` ([how](attention.md)), compared
+  with the loop over eager attention. It needs attention dropout of 0. Mamba has no attention.
+- `LoRA` is flat clipping of PEFT's adapters alone (rank 2, `target_modules="all-linear"`).
+- `check` is "yes" if `engine.check` finds no error in the model with all parameters trained.
 
-DeBERTa-v2 trains with its relative positions frozen (`rel_embeddings`, the encoder's `LayerNorm`,
-`pos_key_proj`, `pos_query_proj`), and with LoRA on
+DeBERTa-v2 can be trained if its relative positions are frozen (`rel_embeddings`, the encoder's
+`LayerNorm`, `pos_key_proj`, `pos_query_proj`), and with LoRA on
 `target_modules=["query_proj", "key_proj", "value_proj", "dense"]`, or `["value_proj", "dense"]`
 with `share_att_key=True`.
 
 Made by `python tests/dpflash/models_table.py` ([JSON](../benchmarks/results/models.json)).
-`make test-all` trains all models again, and checks that one sample moves the sum by at most
+`make test-all` trains all models again, and checks that one sample changes the sum by at most
 `max_grad_norm`.
 """
 
