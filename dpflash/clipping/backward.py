@@ -47,27 +47,27 @@ Refusal = Callable[[Tensor | None, object, Sequence[int | None]], str | None]
 
 
 class PrivateBackward:
-    """The backward of a private model: chooses its mode, and checks it while the gates run.
+    """Runs the backward of a private model: chooses its mode, and checks it while the gates run.
 
     Args:
         groups: the clipping groups.
-        step: the logical batch that clipped sums are added to.
+        step: the logical batch to which clipped sums are added.
         planner: chooses how the gradients of matrix parameters are computed.
         loss_reduction: "mean" or "sum" if the loss is a scalar; None for losses `[B]`.
-        clip_function: see `clip_factors`.
+        clip_function: the clipping function, see `dpflash.kernels.clip_factors`.
         gate_type: class of the gates.
-        convolves: whether the model has convolutions, which cudnn rounds by default.
-        proof: the tests that the model keeps samples apart, and their progress.
-        refusal: returns why nothing may be released, or None.
+        convolves: whether the model has convolutions, whose operands cudnn rounds by default.
+        proof: the isolation tests of the model, and their progress.
+        refusal: returns why nothing may be released, or None if a release is allowed.
 
     Attributes:
-        trial, place_trial, example: trials that run before a batch; None without trials.
+        trial, place_trial, example: the isolation tests (trials) before a batch, or None.
         forward: the forward whose gates the backward runs.
-        statistics: how many samples were clipped.
+        statistics: counts of clipped samples.
         rules: the objects and options that all gates share.
-        wants_trials: whether this rank ran something new that the other ranks do not know of yet.
-        is_past_calls: whether the last losses were computed without the model's own call.
-        attachment: the changes of make_private to the model, see `Attachment`.
+        wants_trials: whether this rank ran new code paths that the other ranks do not know of yet.
+        is_past_calls: whether the last losses were computed without calling the model itself.
+        attachment: the changes that make_private made to the model, see `Attachment`.
     """
 
     def __init__(
@@ -120,26 +120,26 @@ class PrivateBackward:
         step.attach(self)
 
     def attach(self, attachment: object) -> None:
-        """Note the changes that make_private made to the model."""
+        """Set the changes that make_private made to the model."""
         self.attachment = attachment
 
     def try_first(
         self, trial: Trial | None, place_trial: PlaceTrial | None, example: ExampleTrial | None
     ) -> None:
-        """Set the trials of the loader's microbatches, and of a public batch."""
+        """Set the trials of the loader's microbatches and of a public batch."""
         self.trial, self.place_trial, self.example = trial, place_trial, example
         if place_trial is not None:
             place_trial.attach(self._differentiate_places)
 
     @property
     def recording(self) -> Recording | None:
-        """The recording of the current batch if the batch is a trial, else None."""
+        """The recording of the current batch if a trial runs on it, else None."""
         found = None if self.example is None else self.example.recording
         return found or (None if self.trial is None else self.trial.recording)
 
     @property
     def slots(self) -> dict[int, tuple[int, int]]:
-        """(group, position in the group) of each parameter, by its id."""
+        """Map each parameter's id to (group, position in the group)."""
         return {
             id(parameter): (number, position)
             for number, group in enumerate(self.groups)
@@ -167,7 +167,7 @@ class PrivateBackward:
         self._is_called = False
 
     def _rest(self) -> None:
-        """Set the mode and the watches of the next ordinary backward."""
+        """Set the mode and the watches of the next backward that trains."""
         trial, recording, watches = self.trial, self.recording, self.proof.resting
         if recording is not None:
             watch = recording.backward if recording.had_backward else recording.watch()
@@ -211,7 +211,7 @@ class PrivateBackward:
         return self.trial is not None and self.trial.compares_gradients(is_alone=is_alone)
 
     def _end_trial(self) -> None:
-        # A batch that runs row by row has a backward for each row.
+        # A batch that runs row by row has one backward for each row.
         if self.trial is not None and not (self.trial.is_altered or self.trial.is_by_sample):
             self.trial.finish()
 
@@ -221,7 +221,7 @@ class PrivateBackward:
         self.step.end_backward()
 
     def record(self, losses: Tensor) -> bool:
-        """If these are losses of a trial, watch their backward without sums, and return True."""
+        """If the losses belong to a trial, run their backward for its watch, and return True."""
         recording = self.recording
         if recording is None:
             return False
@@ -232,13 +232,13 @@ class PrivateBackward:
         return True
 
     def record_place(self, losses: Tensor) -> None:
-        """Watch the backward of losses of samples in other places."""
+        """Watch the backward of losses whose samples are in other rows of the microbatch."""
         assert self.place_trial is not None
         if losses.requires_grad and (losses.ndim or not self.place_trial.take_scalar(losses)):
             self._differentiate_places([losses], [self._seed(losses)])
 
     def _differentiate_places(self, outputs: list[Tensor], grads: list[Tensor]) -> None:
-        """Show the gradients of a run to its watch; layers that are recomputed have no dropout."""
+        """Show the gradients of a trial to its watch; recomputed layers run without dropout."""
         watch = None if self.place_trial is None else self.place_trial.gradients
         if watch is None:
             return
@@ -252,7 +252,7 @@ class PrivateBackward:
             watch.values.clear()
 
     def record_row(self, loss: Tensor) -> None:
-        """Do as `record` for the loss `[1]` of one row of a batch that runs row by row."""
+        """Do as `record`, for the loss `[1]` of one row of a batch that runs row by row."""
         if self.recording is not None:
             self.step.begin_trial()
             watch = self.recording.watch_row()
@@ -260,7 +260,7 @@ class PrivateBackward:
                 self.recording.rows[-1] = None
 
     def _is_seen(self, losses: Tensor, watch: WatchedRows) -> bool:
-        """Run a backward for the watch alone; return whether it could run."""
+        """Run a backward for this watch only; return whether it could run."""
         with self.only_watched(watch):
             seeds = [self._seed(losses)]
             return differentiate(self, [losses], seeds, watch, keeps_graph=False)
@@ -306,9 +306,9 @@ class PrivateBackward:
         self.step.end_backward()
 
     def _seed(self, losses: Tensor) -> Tensor:
-        """Return the gradient of the losses with which a backward begins."""
+        """Return the gradient of the losses, with which the backward begins."""
         seed = torch.ones_like(losses)
-        if losses.ndim:  # The gradient of a loss that is not finite may be finite in some groups.
+        if losses.ndim:  # A loss that is not finite may have finite gradients in some groups.
             seed = seed.masked_fill(~losses.detach().isfinite(), 0)
         return seed / max(1, losses.numel()) if self.loss_reduction == "mean" else seed
 
@@ -319,25 +319,25 @@ class PrivateBackward:
 
     @property
     def meeting(self) -> ProcessGroup | None:
-        """The ranks that exchange gradients in the backward; None without such ranks."""
+        """The process group whose ranks exchange gradients in the backward, or None."""
         return self.ranks.everyone if self.step.sums.is_sharded else self.ranks.context
 
     def _meet(
         self, losses: Tensor | None, twice: bool = False, proving: bool = False
     ) -> tuple[bool, bool]:
-        """Check that ranks which exchange gradients are about to run the same backward.
+        """Check that ranks that exchange gradients are about to run the same backward.
 
         Args:
-            losses: the losses whose backward is about to begin; None inside a scalar's backward.
-            twice: whether this rank would run ghost clipping.
-            proving: whether this rank would prove this batch.
+            losses: the losses of the next backward; None inside the backward of a scalar loss.
+            twice: whether this rank would run the two backwards of ghost clipping.
+            proving: whether this rank would run an isolation test of this batch.
 
         Returns:
-            twice and proving, each OR-ed over the ranks.
+            twice and proving, each combined over the ranks by OR.
 
         Raises:
             ValueError: on all ranks, if they differ; the message names the difference.
-            RuntimeError: on all ranks, if the model changed something that is never released.
+            RuntimeError: on all ranks, if the model changed a value that is never released.
         """
         ranks, group = self.ranks, self.meeting
         with self.step.dropping():
@@ -357,9 +357,9 @@ class PrivateBackward:
                 self.try_next()
             return twice, proving
         operation = "engine.backward"
-        # If modules or their order differ, gradients of different parameters would be added.
+        # If modules or their order differed, gradients of different parameters would be added.
         same = {
-            "(draw, part) of the batch": self.step.tracker.place(),
+            "(logical batch, microbatch)": self.step.tracker.place(),
             "max_grad_norm": self.step.sums.bound,
             "modules that ran, and how often": list(self.forward.state.used.items()),
         }
@@ -376,7 +376,7 @@ class PrivateBackward:
         return any(row[0] for row in rows), any(row[1] for row in rows)
 
     def try_next(self) -> None:
-        """Try the next microbatches, on all ranks."""
+        """Run trials on the next microbatches, on all ranks."""
         self.wants_trials = False
         if self.trial is not None:
             self.trial.schedule.try_next()
@@ -411,7 +411,7 @@ class PrivateBackward:
     # Proof
 
     def begin_proof(self, size: int) -> bool:
-        """Return whether the proof repeats this call of the model on at most `size` samples."""
+        """Return whether a test repeats this call of the model on at most `size` samples."""
         mark = self.step.tracker.current
         if mark is not None and mark.is_trial:
             return False
@@ -433,11 +433,11 @@ class PrivateBackward:
         self._rest()
 
     def expect_scalar(self, outputs: Any, size: int, inputs: Sequence[Tensor]) -> Any:
-        """Return the model's outputs, wrapped for the proof if the loss may be a scalar."""
+        """Return the model's outputs, wrapped for the isolation test if the loss may be scalar."""
         if self.loss_reduction is None or not self.proof.is_on:
             return outputs
         if self.place_trial is not None and self.place_trial.is_running:
-            # The backward must not end at the outputs if the loop asks for gradients of inputs, as
+            # The backward must not end at the outputs if the loop needs gradients of inputs, as
             # FGSM does, or if FSDP2 gathers parameters when the output's gradient arrives.
             goes_on = self.step.sums.is_sharded or any(x.requires_grad for x in inputs)
             return outputs if goes_on else self.place_trial.ends_at(outputs)
@@ -447,7 +447,7 @@ class PrivateBackward:
         return self.proof.wants_backward(self.forward.state.used, size)
 
     def _prove(self, outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> None:
-        """Run a backward that is only compared with the ordinary backward that follows."""
+        """Run a backward that is only compared with the training backward that follows."""
         watch = self.proof.prove(self, outputs, seeds, size, self.step.rows.mask_of(size))
         if watch is not None:
             places = self.place_trial
@@ -455,9 +455,9 @@ class PrivateBackward:
             self._run = BackwardRun(watches=(watch, *own))
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
-        """Prove the batch with the rows of a scalar's gradient; see `ProvableBackward`."""
+        """Test the batch with the rows of a scalar loss's gradient; see `ProvableBackward`."""
         if self._expected_size is not None:
-            return  # Losses [B] are weighted one by one instead.
+            return  # Losses [B] are weighted one by one instead, in `_prove`.
         with self.step.dropping():
             wanted = self._wants_proof(size) and not self.is_compared
             rows = gather_rows([int(wanted)], self.meeting, "the proof of the first batch")
@@ -512,7 +512,7 @@ class PrivateBackward:
         self.step.begin_backward()
 
     def _warn_uncalled(self) -> None:
-        """Warn once if layers of the forward ran outside of a call of the model itself."""
+        """Warn once if layers of the forward ran outside a call of the model itself."""
         self.is_past_calls = not self._is_called or self.forward.state.is_past_calls
         if not self.is_past_calls or self._has_warned or not self.proof.is_on:
             return
@@ -521,12 +521,12 @@ class PrivateBackward:
             "losses were computed without a call of the private model itself: its layers were "
             "called one by one, by one of its methods, or through your own torch.compile. So "
             "dpflash does not check whether its forward mixes samples, the order of rows, or "
-            "random masks; see engine.verified. Call model(x), and compute in its forward all "
-            "that is trained; to compile it, pass make_private(optimize='aggressive')",
+            "random masks; see engine.verified. Call model(x), and use everything that is trained "
+            "in its forward only; to compile it, pass make_private(optimize='aggressive')",
         )
 
     def check_gate(self, gate: Gate) -> None:
-        """Check a gate whose backward runs; raise if its sum would not be bounded."""
+        """Check a gate before it clips; raise if its sum would not be bounded."""
         if not self._in_backward:
             if self.loss_reduction is None:
                 raise RuntimeError(
@@ -550,14 +550,15 @@ class PrivateBackward:
             self.refuse_size(gate.batch_size, self._expected_size)
         if id(gate) in self._arrived:
             raise RuntimeError(
-                "the clipping gate ran twice in one backward, so a sample would be clipped in "
-                "parts. Use non-reentrant checkpointing and a single backward"
+                "the clipping gate ran twice in one backward, so parts of a sample's gradient "
+                "would be clipped separately. Use non-reentrant checkpointing and a single "
+                "backward"
             )
         mixed = self._arrived_generation not in (None, gate.generation)
         if mixed or (self._run.mode == "sum" and gate is not self._summing):
             raise PrivateRefusal(
                 f"{self.forward.misfit}losses come from more than one forward, or from an earlier "
-                "one; call engine.backward after each forward, and give every layer inputs whose "
+                "forward; call engine.backward after each one, and give every layer inputs whose "
                 f"first dimension is the batch. {ALL_ROWS}. {SHARED}"
             ) from None
         self.step.sums.refuse_inexact(gate.batch_size)
@@ -571,8 +572,8 @@ class PrivateBackward:
             "per sample"
             if (misfit := self.forward.misfit)
             else "losses has another number of entries than the batch that the model saw: give "
-            "one loss per sample of the forward, batch first; or, where a loop calls the model on "
-            "x[None], pass the function of one row: engine.backward(loss_fn, batch)"
+            "one loss per sample of the forward, batch first. If a loop calls the model on one "
+            "row x[None] at a time, call engine.backward(loss_fn, batch) with the loss of one row"
         )
         raise PrivateRefusal(
             f"{why}. {ALL_ROWS}. {SHARED}",
@@ -585,6 +586,6 @@ class PrivateBackward:
         self.step.discard()
 
     def end_batch(self, *, parameters_change: bool) -> None:
-        """Note that the logical batch was dropped, or that parameters are about to change."""
+        """Note that the logical batch was dropped, or that the parameters are about to change."""
         self._rest()
         self.forward.end_batch(parameters_change=parameters_change)

@@ -1,10 +1,10 @@
 """ContextGate: the clipping gate for samples whose tokens are spread over several ranks.
 
 A sample's gradient is the sum of the gradients of its shards, and the norm of a sum cannot be
-computed from the norms of its terms. So the ranks of a context exchange per-sample gradients in
-bundles: each rank adds up a slice of every parameter's elements, see `dpflash.distributed.slices`.
-Each rank computes the squared norms of its slice, and one all-reduce of B numbers adds them up.
-Then each rank clips and sums its slice, and the release joins the slices.
+computed from the norms of its terms. So the ranks exchange per-sample gradients in bundles: each
+rank adds up one slice of every parameter, see `dpflash.distributed.slices`, and computes the
+squared norms [B] of its slice. An all-reduce adds these norms up. Then each rank clips and sums
+its slice, and the release joins the slices.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class ContextGate(Gate):
         self._is_settled = False
 
     def _take(self, position: int, grad: Tensor) -> None:
-        """Keep per-sample gradients of this rank's tokens until they fill a bundle."""
+        """Save per-sample gradients of this rank's tokens until they fill a bundle."""
         self._wait(position, grad)
         self._uses[position] += 1
-        # All uses of a parameter are added before its gradients are sent.
+        # A parameter's gradients are sent after the gradients of all its uses are added.
         all_uses = {i: len(self.shapes[i]) for i in self._waiting if i not in self._dense}
         ready = [i for i, count in all_uses.items() if self._uses[i] == count]
         if sum(self._waiting[i].nbytes for i in ready) >= collectives.BUNDLE_BYTES:
@@ -90,7 +90,7 @@ class ContextGate(Gate):
         self._waiting[position] = grad if held is None else held + grad
 
     def _exchange(self, positions: Sequence[int]) -> None:
-        """Add per-sample gradients over the ranks' tokens, and take this rank's slice of each."""
+        """Add per-sample gradients over the ranks' tokens; keep this rank's slice of each."""
         grads = [self._waiting.pop(i) for i in positions]
         slices = self.step.sums.slices
         for bundle in collectives.bundles(grads):
@@ -107,7 +107,7 @@ class ContextGate(Gate):
                 self._receive(position, piece)
 
     def _receive(self, position: int, piece: Tensor) -> None:
-        """Keep a slice of a sum over the ranks; in ghost clipping, take its norms or its sum."""
+        """Save a slice of a sum over the ranks; in ghost clipping, take its norms or its sum."""
         mode = self.run.mode
         if mode not in ("norms", "sum") or self.is_dense(position) or not self._single(position):
             held = self._slices.get(position)
@@ -121,7 +121,7 @@ class ContextGate(Gate):
         self.squares = squares if self.squares is None else self.squares + squares
 
     def _settle(self, grads: Sequence[Tensor | None]) -> None:
-        """Exchange waiting gradients and those of the handles, once; missing ones are zeros.
+        """Exchange waiting gradients and those of the handles, once; missing ones count as zeros.
 
         Raises:
             RuntimeError: ranks exchanged gradients of different parameters.
@@ -152,6 +152,6 @@ class ContextGate(Gate):
             more = 0 if piece is None else clip_reduce(piece, factors, grid=step.sums.grid)
             totals.append(total + more)
         step.add([parameters[i] for i in self._sums], totals)
-        # `_settle` kept a slice of every other parameter.
+        # For every other parameter, `_settle` saved a slice.
         pieces = [self._slices[i] for i in dense]
         step.add_clipped([parameters[i] for i in dense], pieces, factors)

@@ -31,12 +31,12 @@ from ..packing.units import Units
 
 # A sample with a smaller clipping factor, near the end of fp32's range, is multiplied separately.
 _LEAST_SHARED_FACTOR = 2.0**-90
-# Rounding of two fp32 sums that are clipped separately, relative to their sizes.
+# Rounding of the sum of two separately clipped fp32 sums, relative to their sizes.
 _SUM_OF_TWO = 2.0**-22
 
 
 class TiledUse(Protocol):
-    """A use that recomputes G_i in tiles (some samples and rows) instead of saving dy."""
+    """An application of a parameter that recomputes G_i in tiles instead of saving dy."""
 
     @property
     def batch_size(self) -> int:
@@ -51,14 +51,14 @@ class TiledUse(Protocol):
         """Whether each tile is one row of one sample, and G is 0 elsewhere; else tiles cover G."""
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """Yield (samples, rows) of tiles that fit into memory: at least one, without overlap."""
+        """Yield (samples, rows) of at least one tile; tiles fit into memory and do not overlap."""
 
     def grad(self, samples: slice, rows: slice) -> Tensor:
         """Return G_i of a tile, [samples, rows, ...], fp32 or wider, the same bits each time."""
 
 
 class Use(NamedTuple):
-    """A linear use (x, dy) or a look-up (indices, dy), with spans if samples are units."""
+    """Saved tensors of one application: (x, dy) of a linear layer or (indices, dy) of a table."""
 
     first: Tensor
     dy: Tensor
@@ -66,12 +66,12 @@ class Use(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Which samples of a saved parameter are multiplied in one product, and which separately.
+    """Which samples of a parameter are multiplied in one shared product, and which separately.
 
     Attributes:
         factors: [B], fp32, the clipping factors.
-        shared: [B], the factors of the samples in the one product, 0 for the other samples.
-        apart: indices of the other samples.
+        shared: [B], the factors of the samples in the shared product, 0 for the other samples.
+        apart: indices of the samples that are multiplied separately.
     """
 
     factors: Tensor
@@ -81,20 +81,20 @@ class Share(NamedTuple):
 
 @dataclass
 class DeferredGradients:
-    """The saved uses of one matrix parameter. Its per-sample gradient G_i is their sum.
+    """The saved tensors of one matrix parameter. Its G_i is the sum over its applications.
 
-    If one use is tiled, the other uses are computed tile by tile too, so that the norm of each
+    If one application is tiled, the others are computed tile by tile too, so that the norm of each
     tile includes the cross terms.
 
     Attributes:
         rows: number of rows of the parameter.
-        linear: pairs (x [B, T, I], dy [B, T, O]).
-        embedding: pairs (indices [B, T], dy [B, T, E]).
-        tiled: uses that recompute their gradient.
-        units: set if samples are not rows. The tensors of linear uses and look-ups are then
+        linear: pairs (x [B, T, I], dy [B, T, O]), one for each call of a linear layer.
+        embedding: pairs (indices [B, T], dy [B, T, E]), one for each look-up.
+        tiled: applications that recompute their gradient.
+        units: set if samples are not rows. The tensors of linear layers and look-ups are then
             `[1, n, ...]`, with the entries of all samples, and B is the number of units.
-        cancelling: [B], bool: samples whose norm is computed from their own product. None until
-            norms are computed, and if no norm comes from a product over all samples.
+        cancelling: [B], bool: whether a sample's norm is computed from its own product. None
+            before norms are computed, or if no norm comes from a product over all samples.
     """
 
     rows: int
@@ -106,20 +106,20 @@ class DeferredGradients:
     _magnitudes: Tensor | None = None
 
     def save(self, uses: DeferredGradients) -> None:
-        """Save more linear uses and look-ups."""
+        """Save the tensors of more linear layers and look-ups."""
         self.linear += [(x.detach(), dy.detach()) for x, dy in uses.linear]
         self.embedding += [(indices, dy.detach()) for indices, dy in uses.embedding]
 
     @property
     def is_separate(self) -> bool:
         """Whether the sum multiplies each sample separately, so that `squares` bounds its norm."""
-        # With units each use is a product by itself; their sum rounds unlike a single product.
+        # With units each application is a product by itself; their sum rounds unlike one product.
         are_joined = self.units is None or max(len(self.linear), len(self.embedding)) < 2
         uses = [*self.linear, *self.embedding]
         return not self.tiled and are_joined and products_are_separate(*(dy for _, dy in uses))
 
     def clipped(self, share: Share) -> Tensor:
-        """Return sum_i factors_i G_i; the sum is rounded, not each term."""
+        """Return sum_i factors_i G_i; only the sum is rounded, not each term."""
         if self.tiled:
             total: Tensor | None = None
             for samples, part, grad in self._tiles():
@@ -142,7 +142,7 @@ class DeferredGradients:
         return bounds.masked_fill(sizes >= LARGEST_TERMS, math.inf)
 
     def of_sample(self, i: int) -> Tensor:
-        """Return ||G_i||^2 of sample i from its own product, [1], fp64."""
+        """Return ||G_i||^2 of sample i alone, from its own product, [1], fp64."""
         return squared_norm(self._sample(i).dense())
 
     def _shared(self, factors: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class DeferredGradients:
         return total
 
     def squares(self) -> Tensor:
-        """Return ||G_i||^2 [B]; includes the rounding of the products only if `is_separate`."""
+        """Return ||G_i||^2 [B]; it includes the products' rounding only if `is_separate`."""
         if self.tiled:
             use = self.tiled[0]
             squares: Tensor | None = None
@@ -200,7 +200,7 @@ class DeferredGradients:
                 return of_use
             inner = _inner(embedding, linear)
             # `inner` takes the head's product as exact, but the norms or the sum use a rounded
-            # one. The result is at most the product of both norms (Cauchy-Schwarz).
+            # product. The result is at most the product of both norms (Cauchy-Schwarz).
             head = DeferredGradients(self.rows, linear=self.linear, units=self.units)
             error = head.rounding() * head.sizes()
             inner = inner + ((of_use if self.is_separate else total).sqrt() + error) * error
@@ -221,8 +221,8 @@ class DeferredGradients:
     def rounding(self) -> float | Tensor:
         """Bound the rounding of a product over the tokens, relative to its terms' magnitudes."""
         uses = [*self.linear, *self.embedding]
-        # Two terms are added for the Gram form in fp64: it rounds by (I + O + T^2) 2^-46 of the
-        # sizes, where norms are at least 1/256 of the sizes.
+        # Two is added for the Gram form in fp64: it rounds by (I + O + T^2) 2^-46 of the sizes,
+        # and norms are at least 1/256 of the sizes.
         wide = all(dy.dtype == torch.float64 for _, dy in uses)
         of_token = 2.0 ** (-53 if wide else PRODUCT_BITS[uses[0][1].is_cuda])
         if self.units is None:
@@ -231,7 +231,7 @@ class DeferredGradients:
         return (_numbers_of_tokens(spans, uses[0][1].device) + 2) * of_token
 
     def _sample(self, i: int) -> DeferredGradients:
-        """Return the linear uses and look-ups of one sample."""
+        """Return the saved tensors of one sample."""
         return DeferredGradients(
             self.rows,
             linear=[self._of(slice(i, i + 1), *use) for use in self.linear],
@@ -239,7 +239,7 @@ class DeferredGradients:
         )
 
     def _parts(self, uses: list[tuple[Tensor, Tensor]]) -> list[Use]:
-        """Return the products that add up to G_i: one product for all uses that can be joined."""
+        """Return the products that add up to G_i. Applications are joined in one if possible."""
         if self.units is not None:
             return [Use(first, dy, self._spans(dy)) for first, dy in uses]
         joined = self._joined(uses)
@@ -249,7 +249,7 @@ class DeferredGradients:
         return None if self.units is None else self.units.spans_of(dy.shape[1])
 
     def _joined(self, uses: list[tuple[Tensor, Tensor]]) -> Use | None:
-        """Join uses into one, G = sum_u dy_u^T x_u, by concatenating their tokens."""
+        """Join applications u into one, G = sum_u dy_u^T x_u, by concatenating their tokens."""
         if len(uses) < 2:
             return next((Use(first, dy, self._spans(dy)) for first, dy in uses), None)
         if self.units is None:
@@ -259,18 +259,18 @@ class DeferredGradients:
         return _side_by_side(uses, self.units)
 
     def _of(self, samples: slice, first: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """Return some samples' part of a use; only one sample's if samples are units."""
+        """Return the saved tensors of some samples; of one sample only, if samples are units."""
         if self.units is None:
             return first[samples], dy[samples]
         own = self.units.entries(samples.start, dy.shape[1])
         return first[:, own], dy[:, own]
 
     def _tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield (samples, rows, their G summed over all uses), the same bits in every call."""
+        """Yield (samples, rows, G summed over all applications), the same bits in every call."""
         covering = next((use for use in self.tiled if not use.is_sparse), None)
         assert covering is not None or not (self.linear or self.embedding)
         uses = self.tiled if covering is None else [covering]
-        # Includes rows of a sample that occur in only one of several sparse uses.
+        # The union of all tiles: a row of a sample may occur in only one of several sparse uses.
         tiles = {
             (samples.start, samples.stop, rows.start, rows.stop): (samples, rows)
             for use in uses
@@ -293,14 +293,14 @@ def squared_norms(
 ) -> list[Tensor]:
     """Return upper bounds [B] whose sum bounds the sum of all ||G_i||^2, cross terms included.
 
-    If samples are multiplied separately, their norms are the bounds. Otherwise a product over T
-    tokens rounds by at most T 2^-24 of the sum of its terms' magnitudes, which is added to the
+    If samples are multiplied separately, the bounds are their norms. Otherwise a product over T
+    tokens rounds by at most T 2^-24 of the sum of its terms' magnitudes, and this is added to the
     norm. If a sample's tokens nearly cancel, the sample is multiplied separately, as in mode
-    "instantiate", and its own G_i gives the norm; this waits for the device once.
+    "instantiate", and its norm comes from its own G_i; this waits for the device once.
 
     Args:
-        kept: the saved uses of each parameter, of one batch.
-        others: for each parameter None, or [B, rows, ...] to add to G_i in the norm only.
+        kept: the saved tensors of each parameter, of one batch.
+        others: for each parameter None, or [B, rows, ...], added to G_i in the norm only.
     """
     pairs = list(zip(kept, [None] * len(kept) if others is None else others, strict=True))
     alone = [one.squares() for one, other in pairs if other is None and one.is_separate]
@@ -316,7 +316,7 @@ def squared_norms(
     norms = torch.stack([one.squares() for one in plain]).clamp_(min=0).sqrt_()
     sizes = torch.stack([one.sizes() for one in plain])
     squares = (norms + _roundings(plain, norms.device) * sizes).square()
-    # Sums of large terms may overflow in fp32 although the Gram norms are finite.
+    # Sums of large terms may overflow in fp32 although norms from the Gram form are finite.
     cancelling = (sizes > HARMLESS_CANCELLATION * norms) | (sizes >= LARGEST_TERMS)
     for one, own in zip(plain, cancelling, strict=True):
         one.cancelling = own
@@ -327,14 +327,14 @@ def squared_norms(
 
 
 def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -> list[Share]:
-    """Decide which samples are multiplied together; waits for the device unless `is_separate`.
+    """Choose which samples are multiplied together; waits for the device unless `is_separate`.
 
-    A sample is multiplied separately if a product of all samples would round it too coarsely, or
-    if its norm comes from its own product. The norms of the other samples include the rounding of
-    a product of all samples.
+    A sample is multiplied separately if a product of all samples would round its term too
+    coarsely, or if its norm comes from its own product. The norms of the other samples include the
+    rounding of a product of all samples.
 
     Args:
-        kept: the saved uses of each parameter, of one batch.
+        kept: the saved tensors of each parameter, of one batch.
         factors: [B], fp32, the clipping factors.
         bound: L2 bound of one sample's contribution.
     """
@@ -361,7 +361,7 @@ def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -
 
 
 def _roundings(kept: Sequence[DeferredGradients], device: torch.device) -> Tensor:
-    """Return the relative rounding of K parameters' products: [K, 1], or [K, B] with units."""
+    """Return the relative rounding of each of K products: [K, 1], or [K, B] with units."""
     found = [one.rounding() for one in kept]
     tensors = [rounding for rounding in found if isinstance(rounding, Tensor)]
     if tensors:
@@ -378,9 +378,9 @@ def _rows_of_embedding(indices: Tensor, dy: Tensor, rows: slice) -> Tensor:
 
 
 def _side_by_side(uses: list[tuple[Tensor, Tensor]], units: Units) -> Use:
-    """Join uses of units into one, in which the entries of each unit are consecutive.
+    """Join applications on units into one, in which the entries of each unit are consecutive.
 
-    Each unit begins at a position at which the start of a product changes no bits, see `PackTo`.
+    Each unit begins at a multiple of `EXACT_ALIGN`, where a product's start changes no bits.
     """
     spans = [units.spans_of(dy.shape[1]) for _, dy in uses]
     own = list(zip(*spans, strict=True))  # for each unit, its span in each use
@@ -404,13 +404,13 @@ def _side_by_side(uses: list[tuple[Tensor, Tensor]], units: Units) -> Use:
 def _numbers_of_tokens(
     spans: tuple[tuple[tuple[int, int], ...], ...], device: torch.device
 ) -> Tensor:
-    """Return the number of entries of each unit in all uses together, `[B]`, fp64."""
+    """Return the number of entries of each unit in all applications together, `[B]`, fp64."""
     counts = [sum(end - start for start, end in own) for own in zip(*spans, strict=True)]
     return torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True)
 
 
 def _inner(embedding: Use, linear: Use) -> Tensor:
-    """Return <G_i, H_i> `[B]`: G of a look-up, H of a linear use."""
+    """Return <G_i, H_i> `[B]` of a look-up's gradient G and a linear layer's gradient H."""
     if embedding.spans is None or linear.spans is None:
         return embedding_grad_inner(embedding.first, embedding.dy, linear.first, linear.dy)
     places = zip(embedding.spans, linear.spans, strict=True)

@@ -1,6 +1,6 @@
 """Speed of a device: peak FLOP/s of matrix products by dtype, memory bandwidth, launch time.
 
-The planner uses these constants. They come from data sheets of GPUs; a CPU's are nominal.
+The planner uses these figures. Those of GPUs come from data sheets; those of CPUs are nominal.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class Ceilings:
     """Peak speed of one device.
 
     Attributes:
-        flops: FLOP/s of products by dtype ("float32", "bfloat16", ...); "tf32" is float32 with
-            operands rounded to TF32; "float32" is required. "attention" is the FLOP/s of
-            attention's kernels. "noise" and "curved" are elements/s: of adding noise, and of
-            functions with an exponential. A missing key has the rate of float32.
+        flops: FLOP/s of matrix products by dtype ("float32", "bfloat16", ...). "tf32" is float32
+            with operands rounded to TF32; "attention" is for attention's kernels. "noise" and
+            "curved" are in elements/s: adding noise, and functions with an exponential. "float32"
+            is required; a missing key has the rate of float32.
         bandwidth: bytes/s of memory, reads and writes together.
         device: torch's device type, which determines the kernels that run.
         name: name of the device.
-        source: source of the figures, for tables.
+        source: the source of the figures, for tables.
         launch: seconds that launching a kernel takes.
     """
 
@@ -38,7 +38,7 @@ class Ceilings:
     launch: float = 0.0
 
     def rate(self, dtype: str) -> float:
-        """Return the FLOP/s of products in a dtype; "tf32x3" is float32 by three TF32 products."""
+        """Return the FLOP/s of products in a dtype; "tf32x3": float32 as three TF32 products."""
         if dtype in self.flops:
             return self.flops[dtype]
         if dtype == "tf32x3" and "tf32" in self.flops:
@@ -49,11 +49,11 @@ class Ceilings:
         return f"{self.name} ({self.source})"
 
 
-# Only ratios matter. These figures are for one core of a server, its vector units and memory.
+# Only ratios matter. These are nominal for one core of a server with vector instructions.
 CPU_RULE = Ceilings({"float32": 1.5e11}, 2.0e10, launch=3e-6, name="CPU", source="nominal")
 _GPU_LAUNCH = 5e-6
 
-# FLOP/s of dense products (the sheets print twice that, for sparse operands); bytes/s of memory.
+# FLOP/s of dense products (data sheets print twice that, for sparse operands); bytes/s of memory.
 # Source: NVIDIA's data sheets "H200 Tensor Core GPU" (2024), "H100 Tensor Core GPU" (2023),
 # "A100 Tensor Core GPU" (2021) and "A10 Tensor Core GPU" (2021).
 _DATA_SHEETS = (
@@ -65,16 +65,16 @@ _DATA_SHEETS = (
     ("A100 80GB PCIe", (9.7e12, 1.95e13, 1.56e14, 3.12e14), 1.935e12),
     ("A100", (9.7e12, 1.95e13, 1.56e14, 3.12e14), 1.555e12),
 )
-# Fractions that an H100 reached (benchmarks/results/h100/gpu-time.json): "ceilings" (a product of
-# 8192 x 8192, a copy), "attention" (causal, T = 16,384, D = 128, forward and backward).
+# Fractions of its data sheet that an H100 reached (benchmarks/results/h100/gpu-time.json): in
+# "ceilings" (product of 8192 x 8192, copy) and "attention" (causal, T = 16,384, D = 128).
 _REACHED = {"flops": 7.886e14 / 9.894e14, "bandwidth": 2.972e12 / 3.35e12}
 _ATTENTION = 3.154e14 / 9.894e14
-# For a GPU without a row: the smallest data-centre GPU that supports all of these dtypes.
+# Used for a GPU that is not listed: the smallest data-centre GPU with all of these dtypes.
 _CONSERVATIVE = ("A10", (4.88e11, 3.12e13, 6.25e13, 1.25e14), 6.0e11)
 
 
 def cpu_model() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -84,14 +84,14 @@ def cpu_model() -> str:
 
 
 def usable_cores() -> int:
-    """Cores on which this process may run."""
+    """Return the number of cores on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def ceilings_for(device: torch.device) -> Ceilings:
-    """Return the ceilings of a device, found by its name."""
+    """Return the speed of a device, which is found by its name."""
     if device.type == "cpu":
         return CPU_RULE
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -105,7 +105,7 @@ def ceilings_for(device: torch.device) -> Ceilings:
 
 
 def reached_ceilings(name: str) -> Ceilings:
-    """Return the speed that steps reach on "h100", measured, or on "a100", not measured."""
+    """Return the speed that steps reach: measured on "h100", derived from it for "a100"."""
     sheet = {"h100": "H100", "a100": "A100-SXM4-80GB"}[name]
     _, (_, single, tf32, half), bandwidth = next(row for row in _DATA_SHEETS if row[0] == sheet)
     part = _REACHED["flops"]

@@ -1,7 +1,7 @@
-"""Estimates the memory and the time of a training step, private or not, before anything runs.
+"""Estimates memory and time of a training step, private or not, without running it on data.
 
-The step runs on fake tensors, which have shapes and no memory, under a `Tape`. Nodes stand in for
-the gates: they keep the tensors that gates keep, and add the time that the planner predicts.
+The step runs on fake tensors, which have shapes but no memory, under a `Tape`. Autograd nodes
+stand in for the clipping gates: they keep the tensors that gates keep, and add the predicted time.
 
 Letters: B samples, T tokens, I inputs, O outputs, P ranks of a context.
 """
@@ -27,22 +27,22 @@ PARTS = (
     *("weights", "optimizer state", "activations", "logits and loss", "gradients"),
     *("per-sample gradients", "clipped sums", "workspace"),
 )
-# Class names of layers whose modes are planned, besides torch's linear layers and embeddings.
+# Class names of layers whose modes are planned, besides nn.Linear and nn.Embedding.
 _PLANNED = ("Conv1D", "LinearCrossEntropy")
 _NOISE_BYTES = 2 * 8
-# Time of the gates' Python code per parameter, in kernel launches; from two models on a CPU.
+# Time of the gates' Python code per parameter, in kernel launches; measured on a CPU.
 _LAUNCHES = 25
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """The predicted cost of a step.
+    """The predicted memory and time of one step.
 
     Attributes:
         memory_bytes: peak memory on one rank.
         seconds: time of a step.
         parts: the bytes of each part at the peak, which add up to memory_bytes.
-        modes: number of parameters computed by each grad_sample_mode; empty without privacy.
+        modes: how many parameters use each grad_sample_mode; empty without privacy.
         is_limited: whether the faster modes would exceed the planner's memory budget.
     """
 
@@ -55,15 +55,15 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Workload:
-    """A training step.
+    """The training step to estimate.
 
     Attributes:
         model: the model, on fake tensors.
-        losses: returns the losses [B] of the model on tokens [B, T].
-        batch, tokens: B and T of this rank.
-        microbatch: largest number of samples at a time; None for all.
-        head: the layer that computes the logits; None if it is not known.
-        optimizer: returns the optimizer of trained parameters.
+        losses: function (model, tokens [B, T]) that returns the losses [B].
+        batch, tokens: B and T on this rank.
+        microbatch: largest number of samples in a forward; None means all.
+        head: the layer that computes the logits; None if unknown.
+        optimizer: function that returns the optimizer of the trained parameters.
     """
 
     model: nn.Module
@@ -76,7 +76,7 @@ class Workload:
 
 
 class _Use(torch.autograd.Function):
-    """The identity on a layer's output; saves the layer's input x, and calls `take(x, dy)`."""
+    """Identity on a layer's output; saves the layer's input x, and calls `take(x, dy)`."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, stand_in: Tensor, take: Any) -> Tensor:
@@ -93,7 +93,7 @@ class _Use(torch.autograd.Function):
 
 @dataclass
 class _Gates:
-    """Keeps the tensors that the gates of a private step keep, under a tape."""
+    """Stands in for the gates of a private step: keeps the tensors that they keep."""
 
     tape: Tape
     model: nn.Module
@@ -117,7 +117,7 @@ class _Gates:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """In the block, layers save their inputs for the gates; autograd computes no sums."""
+        """In the body, layers save their inputs for the gates; autograd computes no sums."""
         with ExitStack() as stack:
             trained = set(self.trained)
             for module in self.model.modules():
@@ -186,7 +186,7 @@ class _Gates:
         )
 
     def plan(self) -> None:
-        """Choose the modes; all shapes must be known."""
+        """Choose the modes, after the forward has noted all shapes."""
         self.is_forward = False
         groups = [list(self.shapes)]
         if self.clipping == "per_layer":
@@ -198,7 +198,7 @@ class _Gates:
 
     @property
     def is_ghost(self) -> bool:
-        """Whether there are two backwards."""
+        """Whether the step has two backwards (ghost clipping)."""
         return "ghost" in self.modes.values()
 
     def _take(self, weight: nn.Parameter, shape: LinearShape, x: Tensor, dy: Tensor) -> None:
@@ -215,18 +215,18 @@ class _Gates:
         else:
             grad = self.tape.allocate(size, "per-sample gradients")
             if self.ranks > 1:
-                # A full bundle is sent; this rank keeps its slice.
+                # A full bundle is sent to the other ranks; this rank keeps its slice.
                 self.tape.allocate(min(size, BUNDLE_BYTES), "workspace")
                 grad = self.tape.allocate(-(-size // self.ranks), "per-sample gradients")
             self.kept.setdefault(weight, grad)
 
     def _sum(self, parameter: nn.Parameter) -> None:
-        """Allocate a parameter's clipped sum: float64 if it is exact and has no noise yet."""
+        """Allocate a parameter's clipped sum: float64 if it is exact and noise is added later."""
         is_last = self.microbatches == 1 and self.ranks == 1
         is_exact = self.modes.get(parameter, "instantiate") == "instantiate"
         size = (8 if is_exact and not is_last else 4) * parameter.numel()
         if self.ranks > 1 and self.microbatches == self.batch == 1 and parameter in self.kept:
-            self.sums[parameter] = self.kept[parameter]  # clipped at the release
+            self.sums[parameter] = self.kept[parameter]  # clipped only at the release
         if parameter not in self.sums:
             share = -(-size // self.ranks)
             self.sums[parameter] = self.tape.allocate(share, "clipped sums")
@@ -236,7 +236,7 @@ class _Gates:
         ceilings = self.tape.ceilings
         for parameter, shapes in self.shapes.items():
             mode = self.modes[parameter]
-            # The second backward of ghost clipping was run and counted already.
+            # The time of ghost clipping's second backward is counted already: it was run.
             known = cost(shapes, "book_keeping" if mode == "ghost" else mode, ceilings)
             self.tape.seconds += known.seconds
         self.tape.add(Work(launches=_LAUNCHES * len(self.trained)))
@@ -256,7 +256,7 @@ class _Gates:
         self.pairs.clear()
 
     def release(self) -> None:
-        """Add the time of noise, and allocate the gradients that the optimizer uses."""
+        """Add the time of noise, and allocate the gradients for the optimizer."""
         count = sum(p.numel() for p in self.trained)
         own = -(-count // self.ranks)
         self.tape.add(Work(own, _NOISE_BYTES * own, "noise"))
@@ -279,14 +279,14 @@ def estimate_step(
     *,
     clipping: str = "flat",
 ) -> StepCost:
-    """Return the cost of one step after the first; without a planner, of a step without privacy.
+    """Return the cost of a step after the first one. Without a planner, the step is not private.
 
-    Runs under the `FakeTensorMode` in which the model was built.
+    Must run under the `FakeTensorMode` in which the model was built.
 
     Args:
         workload: the step.
-        tape: a new tape, with the device's speed and P, the number of ranks.
-        planner: chooses the modes.
+        tape: a new tape; it knows the device's speed and P, the number of ranks.
+        planner: chooses the modes; None for a step without privacy.
         clipping: "flat" or "per_layer".
     """
     model, batch = workload.model, workload.batch
@@ -313,7 +313,7 @@ def estimate_step(
             stack.callback(hook.remove)
         if gates is not None:
             stack.enter_context(gates.attached())
-        # All microbatches from the second one on have the same cost.
+        # Each microbatch from the second one on costs the same.
         for number in range(min(rounds, 2)):
             before = tape.seconds
             _forward_and_backward(workload, microbatch, tape, gates)

@@ -15,10 +15,10 @@ from .groups import Group
 from .planner import LinearShape, cost
 
 _LEGEND = """\
-mode: grad_sample_mode; sum: exact, or rounded in float32; +MFLOP, +MiB: computed, and read and
-  written, beyond a non-private backward; kept: until the gradients are clipped; time: part of
-  the predicted {milliseconds:.3g} ms; why: the other mode's time over this mode's, and
-  what norms use: T x T products (gram), per-sample gradients (tile) or rows of tokens (rows)"""
+mode: the grad_sample_mode. sum: exact, or rounded in float32. +MFLOP, +MiB: operations, and bytes
+  read and written, beyond a non-private backward. kept MiB: memory until gradients are clipped.
+  time: part of the predicted {milliseconds:.3g} ms. why: the other mode's time over this mode's;
+  norms use T x T products (gram), per-sample gradients (tile) or rows of tokens (rows)"""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ClippingGroups:
 
 @dataclass(frozen=True)
 class PlannedUse:
-    """How one matrix parameter's clipped gradient is computed.
+    """How the clipped gradient of one matrix parameter is computed.
 
     Attributes:
         parameter: dotted name of the parameter.
@@ -71,9 +71,9 @@ class PlannedUse:
         moved_bytes: bytes read and written beyond those of a non-private backward.
         memory_bytes: bytes kept until the gradients are clipped.
         seconds: predicted time, including the product of the ordinary weight gradient.
-        share: fraction of the predicted time of all parameters, 0 to 1.
-        why: the reason for the choice.
-        exact: whether the clipped sum is exact, or rounded in float32.
+        share: this parameter's fraction of the predicted time of all parameters, 0 to 1.
+        why: the reason for the choice of the mode.
+        exact: True if the clipped sum is exact, False if it is rounded in float32.
     """
 
     parameter: str
@@ -89,17 +89,17 @@ class PlannedUse:
 
 @dataclass(frozen=True)
 class ClippingPlan:
-    """The uses of all matrix parameters in the last forward.
+    """How the clipped gradients of all matrix parameters in the last forward are computed.
 
-    The modes differ in time and memory. Every mode bounds each sample, and finite gradients have
-    equal sums up to rounding. The plan is the same on all devices of one kind.
+    The modes differ in time and memory. Every mode bounds each sample, and sums of finite
+    gradients are equal up to rounding. The plan is the same on all devices of one type.
 
     Attributes:
         uses: one entry for each parameter.
         ceilings: assumed speed of the device, from which times were predicted.
         public: the public facts about the batches.
         attention: which library's kernels run dense and causal attention, and why.
-        context: a table of the modes of attention over several ranks; empty without a context.
+        context: a table of the modes of context-parallel attention; empty without a context.
     """
 
     uses: tuple[PlannedUse, ...]

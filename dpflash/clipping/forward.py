@@ -1,4 +1,4 @@
-"""PrivateForward: infers the batch size of a forward, and opens its clipping gates."""
+"""PrivateForward: infers the batch size of a forward, and creates its clipping gates."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from .gate import Gate
 
 SHARED = (
-    "[1, ...] is taken for what all samples share only in a call of the model itself, after a "
-    "layer that got the batch; elsewhere expand it. With several prompts that all share, call the "
-    "layer once for each"
+    "An input [1, ...] counts as shared by all samples only in a call of the model itself, after "
+    "a layer whose input was the batch; elsewhere expand it to [B, ...]. If all samples share "
+    "several such inputs, call the layer once for each"
 )
 ALL_ROWS = (
-    "Where rows are filtered (h[y >= 0]) or routed, keep all rows and give the others weight 0; "
-    "where pairs or K views are stacked into the batch (torch.cat([a, b])), stack them in "
-    "dimension 1, make them inside the model, or call it twice; where it gets a part of the batch "
-    "or one sample at a time, make one call of all rows"
+    "If rows are filtered (h[y >= 0]) or routed, keep all rows and give the others weight 0. If "
+    "pairs or K views are stacked into the batch (torch.cat([a, b])), stack them in dimension 1, "
+    "create them inside the model, or call it twice; if the model is called on a part of the "
+    "batch or on one sample at a time, call it once on all rows"
 )
 
 
@@ -45,11 +45,11 @@ class _Call:
 
     Attributes:
         sizes: first dimensions of the tensors that were passed to the model.
-        batch_size: batch size of the input of its first private operation.
-        first: the module of that operation.
-        begins_with_indices: whether that operation looked up indices.
-        flattened: modules whose input has a row for each token, in the order of the samples.
-        shared: modules whose input has one row that all samples share, in order of their calls.
+        batch_size: batch size found from the input of the first private operation.
+        first: name of the module with that operation.
+        begins_with_indices: whether the input of that operation was indices.
+        flattened: modules whose input has one row per token, in the order of the samples.
+        shared: modules whose input has a single row for all samples, in the order of their calls.
     """
 
     sizes: frozenset[int]
@@ -62,18 +62,18 @@ class _Call:
 
 @dataclass
 class ForwardState:
-    """One forward, from its first private operation on.
+    """The state of one forward, from its first private operation on.
 
     Attributes:
         batch_size: number of rows.
-        gates: the gates by number of the clipping group.
-        handles: the handles of the gates.
+        gates: the gates, by number of the clipping group.
+        handles: the handles of each gate, see `Gate`.
         used: how often each module ran.
-        shared: modules whose input has one row that all samples share.
+        shared: modules whose input has a single row for all samples.
         flattened: see `_Call`; set at the end of the call.
-        shapes: uses of matrix parameters, by group and position; the planner reads them.
+        shapes: shapes of the calls that use each matrix parameter, by group and position.
         is_over: whether the next private operation begins a new forward.
-        is_past_calls: whether a private operation ran outside of a call of the model.
+        is_past_calls: whether a private operation ran outside a call of the model.
     """
 
     batch_size: int | None = None
@@ -88,9 +88,9 @@ class ForwardState:
 
 
 def _explain_expanded(error: RuntimeError, call: _Call) -> None:
-    """Add a possible cause to an error of the model's own code.
+    """Append a possible cause to an error that the model's own code raised.
 
-    The error remains one of the model, since whether it is raised may depend on data.
+    The type of the error stays, since whether it is raised may depend on private data.
     """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
@@ -102,10 +102,10 @@ def _explain_expanded(error: RuntimeError, call: _Call) -> None:
     names = ", ".join(f"'{name}'" for name in list(call.shared)[-3:])
     error.args = (
         f"{error}\nThe input [1, ...] of {names} is shared by all samples of a batch, and the "
-        "output has a copy [B, ...] for each of them, since gradients are per sample. Where code "
+        "output has a copy [B, ...] for each of them, since gradients are per sample. If code "
         "that expects [1, ...] fails on it, freeze the module with requires_grad_(False), or "
-        "leave it out of LoRA's target_modules. Indices [n] of an embedding are taken for "
-        "positions that samples share: give it the samples' own as [B, T], not flattened. "
+        "leave it out of LoRA's target_modules. Indices [n] of an embedding count as positions "
+        "that samples share: pass each sample's own indices as [B, T], not flattened. "
         f"{ALL_ROWS}",
     )
 
@@ -114,7 +114,7 @@ def refuse_anomaly_mode() -> None:
     """Refuse autograd's anomaly mode, which raises on a NaN gradient.
 
     Raises:
-        RuntimeError: anomaly mode is on, and checks for NaN.
+        RuntimeError: anomaly mode is on and checks for NaN.
     """
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         raise RuntimeError(
@@ -125,11 +125,11 @@ def refuse_anomaly_mode() -> None:
 
 
 def refuse_for_memory(error: RuntimeError, rows: int | None) -> None:
-    """If memory ran out, raise an error that names a microbatch's rows and how to limit them.
+    """If memory ran out, raise an error with the microbatch's rows and how to limit them.
 
     Args:
         error: the error of a forward or a backward.
-        rows: number of rows of the loader's microbatch; None without a microbatch.
+        rows: number of rows of the loader's microbatch; None if there is none.
 
     Raises:
         torch.OutOfMemoryError: memory ran out.
@@ -147,19 +147,19 @@ def refuse_for_memory(error: RuntimeError, rows: int | None) -> None:
 
 
 class PrivateForward:
-    """The forward of one private model.
+    """Infers the batch size of each forward of a private model, and creates its gates.
 
     Args:
         groups: the clipping groups.
-        open_gate: makes the gate of a group, see `Gate`.
+        open_gate: creates the gate of a group, see `Gate`.
 
     Attributes:
-        batch_hint: rows of the microbatch that the loader yielded last; None without a microbatch.
+        batch_hint: rows of the loader's last microbatch; None if there is none.
         units: the units of that microbatch, if its rows are not the samples.
         rows: records the inputs of the layers; None if nothing is recorded.
-        is_compiled: whether the model runs through this library's own torch.compile.
-        misfit: a message on the first layer of the last call with another first dimension, or "".
-        state: the current forward; after its end, the last forward.
+        is_compiled: whether the library's own torch.compile compiled the model.
+        misfit: message on the last call's first layer with another first dimension, or "".
+        state: the state of the current forward, or of the last forward if it is over.
         number: number of the current forward.
         prepared_handles: handles for a compiled model, by group; empty if none were prepared.
     """
@@ -178,17 +178,17 @@ class PrivateForward:
         self.number = 0
 
     def finish(self) -> None:
-        """Let the next private operation begin a new forward."""
+        """End the forward: the next private operation begins a new one."""
         self.state.is_over = True
 
     # Calls of the model
 
     @contextmanager
     def call(self, sizes: frozenset[int]) -> Iterator[bool]:
-        """Enclose a call of the model itself with tensors that have these first dimensions.
+        """Enclose a call of the model itself, whose tensors have these first dimensions.
 
-        The batch size is inferred afresh in each call. Yields whether this is the outermost call
-        of a forward: neither a call inside the model's forward nor a recomputation.
+        The batch size is inferred anew in each call. Yields whether this is the outermost call of
+        a forward; a call inside the model's forward, or in a recomputation, is not.
         """
         if self._call is not None or is_recomputing():
             yield False
@@ -208,7 +208,7 @@ class PrivateForward:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Run a separate forward inside the block; the current forward does not change."""
+        """Run another forward in the body; the state of the current forward does not change."""
         held = self.state, self._call
         self.state, self._call = ForwardState(), None
         try:
@@ -218,21 +218,21 @@ class PrivateForward:
             self.state, self._call = held
 
     def record(self, rows: ForwardRows | None) -> None:
-        """Record the inputs of the layers in `rows` from now on; None stops recording."""
+        """From now on, record the inputs of the layers in `rows`; None stops recording."""
         self.rows = rows
 
     def set_compiled(self) -> None:
-        """Note that the model runs through this library's own torch.compile."""
+        """Note that the library's own torch.compile compiles the model."""
         self.is_compiled = True
 
     def batch_size_for(self, x: Tensor, name: str) -> int:
         """Return the batch size B of the forward in which x is the input of module `name`.
 
-        B is x's first dimension, except if x has one row that all samples share, or a row for each
+        B is the first dimension of x, unless x has a single row for all samples, or one row per
         token of all samples in order, see `is_flattened`.
 
         Raises:
-            PrivateRefusal: x has one row, which may be a single sample.
+            PrivateRefusal: x has a single row, which may be one sample.
         """
         leading, call, state = x.shape[0], self._call, self.state
         are_indices = not (x.is_floating_point() or x.is_complex())
@@ -241,7 +241,7 @@ class PrivateForward:
             shared = leading == 1 and name in state.shared and known is not None
             flattened = name in state.flattened and known and leading % known == 0
             return known if shared or flattened else leading  # type: ignore[return-value]
-        # The input of a layer that is called by itself may be one sample.
+        # If a layer is called by itself, its input may be a single sample.
         if call is None:
             return leading
         if call.batch_size is None:
@@ -255,20 +255,20 @@ class PrivateForward:
             is_first_odd = call.begins_with_indices and size not in call.sizes
             if size == 1:
                 why = (
-                    f"the first, '{call.first}', got [1, ...]: pass it what all samples share, "
-                    "such as positions, as x.expand(B, ...), or freeze it with "
+                    f"the first, '{call.first}', got [1, ...]: pass an input that all samples "
+                    "share, such as positions, as x.expand(B, ...), or freeze the module with "
                     "requires_grad_(False)"
                 )
             elif is_first_odd or are_indices:
                 owner = call.first if is_first_odd else name
                 why = (
-                    f"where all samples share the indices of '{owner}', as relative positions "
-                    "[T, T], give it indices.expand(B, *indices.shape)"
+                    f"if all samples share the indices of '{owner}', such as relative positions "
+                    "[T, T], pass indices.expand(B, *indices.shape)"
                 )
             else:
                 why = (
-                    "rows for tokens are taken only where autograd's graph shows them to be "
-                    "[B, ...] flattened, samples first"
+                    "an input with one row per token is accepted only if autograd's graph shows "
+                    "that it is [B, ...] flattened, samples first"
                 )
             self.misfit = self.misfit or (
                 f"module '{name}' got another first dimension than layers before it; {why}. "
@@ -283,8 +283,8 @@ class PrivateForward:
             f"input of module '{name}' is [1, ...] after others with more entries in the first "
             "dimension, and may be one sample or a sum over samples: it depends on layers that "
             "are trained, or no tensor that the model got has as many entries. Give each layer "
-            f"inputs whose first dimension is the batch. {ALL_ROWS}. What does not depend on the "
-            "data, pass as x.expand(B, ...)",
+            f"inputs whose first dimension is the batch. {ALL_ROWS}. Pass an input that does not "
+            "depend on the data as x.expand(B, ...)",
             shape=tuple(x.shape),
             batch_size=size,
         ) from None
@@ -298,7 +298,7 @@ class PrivateForward:
         return given[0] if len(given) == 1 else leading
 
     def known_batch_size(self) -> int | None:
-        """Return B if an operation of this call has determined it, or if the compiler needs it."""
+        """Return B if an operation of this call has determined it, or as the compiler needs it."""
         if torch.compiler.is_compiling():
             return self.batch_hint
         if is_recomputing():
@@ -306,7 +306,7 @@ class PrivateForward:
         return None if self._call is None else self._call.batch_size
 
     def has_samples_in(self, x: Tensor) -> bool:
-        """Return whether entries of x belong to samples, unlike positions [T] that all share."""
+        """Return whether entries of x belong to samples; positions [T] that all share do not."""
         units, leading = self.units, x.shape[0] if x.ndim else 0
         if leading > 1 and x.stride(0) == 0:  # arange(T).expand(B, T)
             return False
@@ -318,13 +318,13 @@ class PrivateForward:
 
     @property
     def call_sizes(self) -> frozenset[int] | None:
-        """First dimensions of the tensors that the model was given; None outside of its call."""
+        """First dimensions of the tensors that were passed to the model; None outside its call."""
         return None if self._call is None else self._call.sizes
 
     # Gates
 
     def gate(self, group: int, batch_size: int, name: str) -> Gate:
-        """Return the group's gate for a use in module `name`; begin a new forward if needed."""
+        """Return the group's gate for an operation of `name`; begin a new forward if needed."""
         recomputing = is_recomputing()
         samples = batch_size
         if self.units is not None:
@@ -359,7 +359,7 @@ class PrivateForward:
 
     @contextmanager
     def gates_with(self, open_gate: Callable[..., Gate]) -> Iterator[None]:
-        """Let another function make the gates inside the block."""
+        """In the body, create gates with another function."""
         held, self._open_gate = self._open_gate, open_gate
         try:
             yield
@@ -367,7 +367,7 @@ class PrivateForward:
             self._open_gate = held
 
     def replay(self, gate: Gate, handles: tuple[Tensor, ...], captured: ForwardState) -> None:
-        """Begin a replayed forward, in which one gate replaces the gates of all layers."""
+        """Begin a replayed forward, in which a single gate replaces the gates of all layers."""
         self._close_gates()
         self.number += 1
         self.state = replace(captured, gates={gate.index: gate}, handles={gate.index: handles})
@@ -378,7 +378,7 @@ class PrivateForward:
     # Handles for torch.compile
 
     def begin_microbatch(self, samples: int, units: Units | None = None) -> None:
-        """Note that the loader yields a microbatch of this many samples: rows, or units."""
+        """Note that the loader yields a microbatch of `samples` samples: rows, or packed units."""
         self.batch_hint = samples
         self.units = units
         self.finish()
@@ -386,16 +386,16 @@ class PrivateForward:
             self.prepare(samples)
 
     def prepare(self, batch_size: int) -> None:
-        """Make the handles that a compiled model reads; an eager model makes its own handles."""
+        """Create the handles that a compiled model reads; an eager model creates its own."""
         self.number += 1
-        # The loop may fetch a batch under no_grad and still train on it.
+        # The loop may fetch a batch under no_grad and then train on it.
         with torch.inference_mode(False):
             self.prepared_handles = [
                 self._new_gate(group, batch_size).open() for group in range(len(self._groups))
             ]
 
     def prepared(self, group: int) -> tuple[Tensor, ...]:
-        """Return the handles of one group for a compiled model."""
+        """Return one group's handles for a compiled model."""
         if not self.prepared_handles:
             raise RuntimeError(
                 "a compiled private model needs its gradient handles before the call: iterate "
@@ -404,7 +404,7 @@ class PrivateForward:
         return self.prepared_handles[group]
 
     def end_batch(self, *, parameters_change: bool) -> None:
-        """Note that the logical batch was dropped, or that parameters are about to change."""
+        """Note that the logical batch was dropped, or that the parameters are about to change."""
         self._close_gates()
         self.finish()
         if parameters_change:

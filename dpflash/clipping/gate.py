@@ -2,11 +2,11 @@
 
 A private operation uses a handle in place of a parameter: the parameter expanded to [B, ...],
 which needs no memory. The operation's backward returns per-sample gradients for the handle.
-Autograd adds the gradients of all uses (tied weights, a module that is called twice) and then runs
-the handle's own node, the gate. The gate computes norms, clips, sums over the samples and adds the
-sum to the logical batch. Flat clipping has one gate for all parameters, per-layer clipping has one
-gate per module. For a matrix parameter, a use may save (x, dy) in the gate instead of computing
-per-sample gradients, see `planner`.
+Autograd adds them up over all operations on the parameter (tied weights, a module that is called
+twice), and then runs the handle's own node, the gate. It computes norms, clips, sums over the
+samples and adds the sum to the logical batch. Flat clipping has one gate for all parameters;
+per-layer clipping has one per module. For a matrix parameter, an operation may save (x, dy) in the
+gate instead of computing per-sample gradients, see `planner`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from .planner import LinearShape, Plan
 from .precision import without_autocast
 from .rules import BackwardRun, GateRules, GateStep
 
-# The modes in which a gate follows the planner; "prove" only compares.
+# The modes in which gates follow the planner. "prove" compares gradients and clips nothing.
 _CLIPS = ("clip", "prove")
 
 
 class _ClipGate(torch.autograd.Function):
-    """Has a stand-in for the parameters as input, so that no `.grad` holds a sum without noise."""
+    """Its input is a stand-in for the parameters, so that no `.grad` holds a sum without noise."""
 
     @staticmethod
     def forward(ctx: Any, gate: Gate, stand_in: Tensor) -> tuple[Tensor, ...]:
         ctx.gate = gate
         ctx.set_materialize_grads(False)
-        # Views of the parameters could not be used after an in-place write to the parameters.
+        # Not views of the parameters: these cannot be used after an in-place write to parameters.
         return tuple(_value(p).expand(gate.batch_size, *p.shape) for p in gate.group.parameters)
 
     @staticmethod
@@ -59,14 +59,14 @@ class _ClipGate(torch.autograd.Function):
 
 
 def _value(parameter: nn.Parameter) -> Tensor:
-    """Return the tensor that a handle expands: the parameter, or unread zeros if it is sharded."""
+    """Return the tensor that a handle expands: the parameter, or dummy zeros if it is sharded."""
     if not is_sharded(parameter):
         return parameter.data
     return torch.zeros((), dtype=parameter.dtype, device=parameter.device)
 
 
 class Gate:
-    """One clipping group in one forward: its handles, and the saved tensors of its uses.
+    """One clipping group in one forward: creates its handles, and clips their gradients.
 
     Args:
         rules: objects and options that all gates of the model share.
@@ -74,7 +74,7 @@ class Gate:
         index: number of the group.
         batch_size: B, the number of samples of the forward.
         generation: number of the forward.
-        units: the positions of the samples in the batch, if samples are not rows.
+        units: the positions of the samples in the batch if samples are not rows, else None.
     """
 
     squares: Tensor | None
@@ -99,7 +99,7 @@ class Gate:
         self._dense: set[int] = set()
         self._read: dict[int, int] = {}
         self._plan: dict[int, str] | None = None
-        # Passed from the backward for norms to the backward for sums.
+        # Computed in ghost clipping's first backward, and used in its second one.
         self._cancelling: dict[int, Tensor | None] = {}
         self._task = -1
         self.device = group.parameters[0].device
@@ -107,7 +107,7 @@ class Gate:
         rules.refuse_coarse_products(self.device.type)
 
     def open(self) -> tuple[Tensor, ...]:
-        """Make the handles. Their node references the gate, which must not hold the graph."""
+        """Create the handles. Their node references the gate, which must not hold the graph."""
         stand_ins, device = self.rules.stand_ins, self.device
         if device not in stand_ins:
             stand_ins[device] = torch.zeros((), device=device, requires_grad=True)
@@ -121,7 +121,7 @@ class Gate:
 
     @property
     def step(self) -> GateStep:
-        """The logical batch that clipped sums are added to."""
+        """The logical batch to which clipped sums are added."""
         return self.rules.step
 
     @property
@@ -131,7 +131,7 @@ class Gate:
 
     @property
     def size(self) -> int:
-        """Number of parameters."""
+        """Number of parameters in the group."""
         return len(self.group.parameters)
 
     def by_sample(self, x: Tensor) -> tuple[Tensor, Units | None]:
@@ -143,20 +143,20 @@ class Gate:
         return self.rules.layer_of(self.group.parameters[position])
 
     def is_dense(self, position: int) -> bool:
-        """Return whether some use of the parameter returns per-sample gradients to the handle."""
+        """Return whether an operation returns per-sample gradients to the parameter's handle."""
         return position not in self.shapes or position in self._dense
 
     def register(self, position: int, shape: LinearShape) -> None:
-        """Note a use of a matrix parameter, so that its mode can be planned."""
+        """Note the shape of an operation on a matrix parameter, for the planner."""
         self.shapes.setdefault(position, []).append(shape)
         self._plan = None
 
     def register_dense(self, position: int) -> None:
-        """Note a use that returns its per-sample gradients to the handle."""
+        """Note an operation that returns its per-sample gradients to the handle."""
         self._dense.add(position)
 
     def register_read(self, position: int) -> None:
-        """Note a use that reads the parameter through the handle, also in the backward."""
+        """Note an operation that reads the parameter through the handle, also in its backward."""
         self._read.setdefault(position, self.group.parameters[position]._version)
 
     def _refuse_written(self) -> None:
@@ -173,26 +173,26 @@ class Gate:
     def take_linear(
         self, position: int, x: Tensor, dy: Tensor, *, swapped: bool = False
     ) -> Tensor | None:
-        """Take a linear use G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O].
+        """Take the tensors of a linear operation, G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O].
 
         With `swapped`, for a transposed weight, x is the output gradient. If samples are units,
         x is [1, n, I] and dy [1, n, O], with the entries of all units.
 
         Returns:
-            The handle's gradient; None if (x, dy) is saved instead.
+            The gradient of the handle, or None if (x, dy) is saved instead.
         """
         if self._only_seen(position, *((x, dy) if swapped else (dy, x))):
             return None
         return self._take_use(position, linear=[(x, dy)])
 
     def take_embedding(self, position: int, indices: Tensor, dy: Tensor) -> Tensor | None:
-        """Take a look-up, indices [B, T], dy [B, T, E]; see `take_linear` for the result."""
+        """Take the tensors of a look-up, indices [B, T] and dy [B, T, E]; see `take_linear`."""
         if self._only_seen(position, dy, indices):
             return None
         return self._take_use(position, embedding=[(indices, dy)])
 
     def _take_use(self, position: int, **uses: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-        """Depending on the mode, sum a use, take its norm, return its gradient, or save it."""
+        """Depending on the mode, add to the sum or norm, return the gradient, or save tensors."""
         use, mode = self._deferred(position, **uses), self.run.mode
         if mode in ("sum", "norms") and self._single(position):
             self._take_once(position, use)
@@ -203,7 +203,7 @@ class Gate:
         return None
 
     def take_tiled(self, position: int, use: TiledUse) -> bool:
-        """Take a use that can recompute its gradient; return False if the handle must get it."""
+        """Take an operation that can recompute its gradient; False if the handle must get it."""
         if self._only_seen(position, *(use.rows if self.run.watches else ())):
             return True
         mode = self.run.mode
@@ -225,7 +225,7 @@ class Gate:
         return self.rules.planner.plan(self.shapes)
 
     def _enter(self) -> None:
-        """Drop tensors of another backward, such as one for the gradient of the inputs."""
+        """Drop tensors of another backward, such as a backward for the gradient of inputs."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self.step.before_gate()
@@ -233,14 +233,14 @@ class Gate:
             self._task = task
 
     def _only_seen(self, position: int, *rows: Tensor) -> bool:
-        """Show the rows of a use to the watches; return whether nothing else is to be done."""
+        """Show an operation's rows to the watches; return whether nothing else is to be done."""
         self._enter()
         for watch in self.run.watches:
             watch.use(self, position, rows)
         return self.run.mode == "prove" and position not in self._dense
 
     def _single(self, position: int) -> bool:
-        """Return whether the parameter has a single use, and so no cross terms."""
+        """Return whether a single operation uses the parameter: there are no cross terms."""
         return len(self.shapes[position]) == 1 and position not in self._dense
 
     def _way(self, position: int) -> str:
@@ -249,7 +249,7 @@ class Gate:
         return self._plan[position]
 
     def _deferred(self, position: int, **uses: Any) -> DeferredGradients:
-        """Return uses (`linear`, `embedding`, `tiled`) of a parameter as `DeferredGradients`."""
+        """Return saved tensors (`linear`, `embedding`, `tiled`) as `DeferredGradients`."""
         rows = self.group.parameters[position].shape[0]
         known = self._cancelling.get(position)
         return DeferredGradients(rows, units=self.units, cancelling=known, **uses)
@@ -258,7 +258,7 @@ class Gate:
         return self._kept.setdefault(position, self._deferred(position))
 
     def _take_once(self, position: int, use: DeferredGradients) -> None:
-        """Take the norm or the sum of a parameter's only use, for ghost clipping."""
+        """Compute the norm or the sum of a parameter's only operation, for ghost clipping."""
         if self.run.mode == "sum":
             factors = self.run.factors
             if self.batch_size != len(factors):
@@ -271,7 +271,7 @@ class Gate:
         self.squares = squares if self.squares is None else self.squares + squares
 
     def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Return the group's squared norms [B], from the handles' gradients and saved pairs."""
+        """Return the group's squared norms [B], from the handles' gradients and saved tensors."""
         parts = [] if self.squares is None else [self.squares]
         parts += squared_norms(self._kept.values(), [grads[i] for i in self._kept])
         self._cancelling |= {i: one.cancelling for i, one in self._kept.items()}
@@ -287,7 +287,7 @@ class Gate:
         self._enter()
         self._refuse_written()
         with self.step.dropping():
-            if self.run.mode == "prove":  # the loop's own backward of a trial
+            if self.run.mode == "prove":  # the loop's own backward during a trial
                 self.step.begin_trial()
                 self.compare(grads)
             else:
@@ -314,7 +314,7 @@ class Gate:
         return factors if scale == 1 else rounded_down(factors.double() * scale)
 
     def _add_clipped(self, grads: Sequence[Tensor | None], factors: Tensor) -> None:
-        """Add the clipped sums of the parameters, with one call for each kind of sum."""
+        """Add the clipped sums of the parameters, with one call for each type of sum."""
         step, parameters = self.step, self.group.parameters
         kept = dict(zip(self._kept, shares(self._kept.values(), factors, self.bound), strict=True))
         dense: dict[nn.Parameter, Tensor] = {}

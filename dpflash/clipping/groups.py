@@ -1,4 +1,4 @@
-"""Groups of parameters that are clipped together."""
+"""Groups of parameters that are clipped together, each with its own bound."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _ONE_FOR_EACH_PARAMETER = (
     "group, or a dict {name: bound}"
 )
 
-# A bound for each clipping group: in the order of the groups, or by name.
+# One bound for each clipping group: in the order of the groups, or by name.
 Bounds = Sequence[float] | Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters with one common per-sample norm.
+    """Parameters that are clipped by one common per-sample norm.
 
     Attributes:
         name: dotted name of the module, or "all".
@@ -37,7 +37,7 @@ class Group:
 
 
 def flat_groups(parameters: Sequence[nn.Parameter]) -> list[Group]:
-    """Return one group of all parameters, with the whole bound."""
+    """Return a single group of all parameters, with the whole bound."""
     return [Group("all", tuple(parameters), 1.0)]
 
 
@@ -45,8 +45,8 @@ def per_layer_groups(modules: Iterable[tuple[str, Sequence[nn.Parameter]]]) -> l
     """Return one group per module with equal bounds; modules that share a parameter are merged.
 
     Guarantees:
-        The squares of the shares sum to at most 1, so that one sample moves all groups together
-        by at most max_grad_norm.
+        The squares of the shares sum to at most 1, so that one sample changes the sums of all
+        groups together by at most max_grad_norm.
     """
     merged: list[tuple[str, dict[int, nn.Parameter]]] = []
     for name, parameters in modules:
@@ -63,7 +63,7 @@ def per_layer_groups(modules: Iterable[tuple[str, Sequence[nn.Parameter]]]) -> l
 
 
 def joint_bound(bounds: Bounds) -> float:
-    """Return sqrt(sum C_k^2), the L2 bound of one sample over all groups with bounds C_k."""
+    """Return sqrt(sum C_k^2): the L2 bound of one sample over all groups, whose bounds are C_k."""
     return math.hypot(*(bounds.values() if isinstance(bounds, Mapping) else bounds))
 
 

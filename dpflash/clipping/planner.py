@@ -4,11 +4,11 @@ instantiate    keeps G_i = dy_i^T x_i (no extra product); computes sum_i c_i G_i
 book_keeping   keeps (x, dy); takes norms without keeping G_i, then one weighted product.
 ghost          takes norms in one backward, then runs the backward of sum_i c_i loss_i.
 
-Each mode is a list of kernels. A kernel takes max(FLOPs / peak FLOP/s, bytes / bandwidth) on a
-device with given ceilings (a roofline), plus the time of its launch; a mode takes the sum over its
-kernels. The choice depends on these times alone: on shapes, the device and public sizes, never on
-the number of samples that were drawn. Each mode bounds every sample. The results of modes differ
-by rounding, and in which gradients count as infinite (and are removed) near fp32's maximum.
+Each mode runs a list of kernels. On a device with given peak speeds, a kernel is assumed to take
+max(FLOPs / peak FLOP/s, bytes / bandwidth) (a roofline), plus the time of its launch; a mode takes
+the sum over its kernels. The choice depends on these times alone: on shapes, the device and public
+sizes, never on the number of sampled samples. Each mode bounds every sample. The modes' results
+differ by rounding, and near fp32's maximum in which gradients count as infinite (and are removed).
 
 Letters: B samples, T tokens, I inputs, O outputs of a linear layer; V rows and E width of a table;
 G_i per-sample gradient and c_i clipping factor of sample i.
@@ -34,7 +34,7 @@ DEFAULT_LEVEL = "conservative"
 
 _ELEMENT = 4
 _DOUBLE = 8
-# Small kernels per kept pair: its terms' magnitudes, and which samples are multiplied separately.
+# Small kernels per kept pair: for its terms' magnitudes, and to find samples to multiply alone.
 _LAUNCHES_OF_PAIRS = 36
 
 
@@ -48,17 +48,17 @@ class Work:
     launches: int = 1
 
     def seconds(self, ceilings: Ceilings) -> float:
-        """Return the roofline's time plus the time of the launches."""
+        """Return the time by the roofline plus the time of the launches."""
         roof = max(self.flops / ceilings.rate(self.dtype), self.moved / ceilings.bandwidth)
         return roof + self.launches * ceilings.launch
 
 
 @dataclass(frozen=True)
 class LinearShape:
-    """One use of a matrix parameter: B samples, T tokens, I inputs, O outputs.
+    """The shape of one operation on a matrix parameter: B samples, T tokens, I inputs, O outputs.
 
-    Kernels are assumed to read each operand once and write each result once; caches are ignored.
-    Work that all modes share is not counted: the product for dx, and work once per batch, such as
+    Kernels are assumed to read each operand once and write each result once, without caches. Work
+    that all modes share is not counted: the product for dx, and work once per batch, such as
     writing the sum [O, I]. So all costs except launches are proportional to B.
     """
 
@@ -70,7 +70,7 @@ class LinearShape:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of G [B, O, I], at least fp32."""
+        """Bytes of G [B, O, I] in fp32 or wider."""
         return self.batch * self.inputs * self.outputs * max(_ELEMENT, self.dtype.itemsize)
 
     @property
@@ -88,20 +88,20 @@ class LinearShape:
         return self.batch * self.tokens * min(self._norm_costs(gpu).values())
 
     def plain(self) -> list[Work]:
-        """Return the work for the weight's gradient in a non-private backward."""
+        """Return the work of the weight gradient in a non-private backward."""
         return [Work(self._product, self._operands, _name(self.dtype))]
 
     def gradient(self, gpu: bool) -> list[Work]:
-        """Return the work to compute and write G."""
+        """Return the work of computing and writing G."""
         return [Work(self._product, self._operands + self.stored_bytes, self._kernel(gpu))]
 
     def norm(self, gpu: bool) -> list[Work]:
-        """Return the work for norms, and magnitudes of their terms, from (x, dy)."""
+        """Return the work of norms, and of their terms' magnitudes, from (x, dy)."""
         product = Work(self.norm_flops(gpu), self._operands, self._kernel(gpu))
         return [Work(moved=self._operands), product]
 
     def weighted(self, gpu: bool) -> list[Work]:
-        """Return the work for sum_i c_i G_i from (x, dy)."""
+        """Return the work of sum_i c_i G_i, computed from (x, dy)."""
         product = Work(self._product, self._operands, self._kernel(gpu))
         if self._fused(gpu):
             return [product]
@@ -109,7 +109,7 @@ class LinearShape:
         return [Work(moved=2 * scaled), product]
 
     def again(self) -> list[Work]:
-        """Return the work of another backward through the layer: dx."""
+        """Return the work of another backward through the layer, which computes dx."""
         return [Work(self._product, self._operands, _name(self.dtype))]
 
     @property
@@ -121,7 +121,7 @@ class LinearShape:
         return self.batch * self.tokens * (self.inputs + self.outputs) * self.dtype.itemsize
 
     def _fused(self, gpu: bool) -> bool:
-        """Return whether the Triton kernels run; they do not run for fp64."""
+        """Return whether the Triton kernels run; they do not support fp64."""
         return gpu and self.dtype != torch.float64
 
     def _kernel(self, gpu: bool) -> str:
@@ -133,7 +133,7 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class EmbeddingShape(LinearShape):
-    """A look-up: T tokens of a sample in a table of O rows and width I, without products."""
+    """The shape of a look-up: T tokens per sample in a table of O rows and width I."""
 
     @property
     def book_keeping_bytes(self) -> int:
@@ -147,17 +147,17 @@ class EmbeddingShape(LinearShape):
         return 0
 
     def norm(self, gpu: bool) -> list[Work]:
-        """Count an fp64 copy for magnitudes; without Triton, another for norms, and its sum."""
+        """Count an fp64 copy for magnitudes; without Triton, also one for norms, and its sum."""
         double = self.batch * self.tokens * self.inputs * _DOUBLE
         summed = 0 if self._fused(gpu) else 5 * double
         return [Work(moved=self._operands + 2 * double), Work(moved=self._operands + summed)]
 
     def gradient(self, gpu: bool) -> list[Work]:
-        """Count writing zeros, then reading, adding to and writing the touched rows."""
+        """Count writing zeros, then reading, adding to and writing the looked-up rows."""
         return [Work(moved=self.stored_bytes + 3 * self._operands)]
 
     def again(self) -> list[Work]:
-        """Return no work: there is no dx."""
+        """Return no work: a look-up has no dx."""
         return []
 
     @property
@@ -171,26 +171,26 @@ class EmbeddingShape(LinearShape):
 
 @dataclass(frozen=True)
 class HeadShape(LinearShape):
-    """A linear head with O classes and a chunked cross-entropy, whose backward recomputes logits.
+    """A linear head with O classes and chunked cross-entropy, whose backward recomputes logits.
 
-    The backward computes dlogits for dx, and the weight's gradient uses the same dlogits, so
-    `plain` and `gradient` do not count them.
+    The backward computes dlogits for dx. The weight gradient uses the same dlogits, so `plain` and
+    `gradient` do not count them.
     """
 
     @property
     def book_keeping_bytes(self) -> int:
-        """Bytes of x; nothing else is kept."""
+        """Bytes of x, the only tensor that is kept."""
         return self.batch * self.tokens * self.inputs * self.dtype.itemsize
 
     def norm_form(self, gpu: bool) -> str:
         return "tile"
 
     def norm_flops(self, gpu: bool) -> int:
-        """Count recomputing the logits, then G_i tile by tile."""
+        """Count recomputing the logits, and then G_i tile by tile."""
         return 2 * self._product
 
     def norm(self, gpu: bool) -> list[Work]:
-        """Count computing all tiles of G_i, each of which is used once."""
+        """Count computing all tiles of G_i, each of which is read once."""
         return [*self._dlogits(), *self.gradient(gpu), Work(moved=self.stored_bytes)]
 
     weighted = norm
@@ -218,9 +218,9 @@ class HeadShape(LinearShape):
 
 @dataclass(frozen=True)
 class ExpertsShape(LinearShape):
-    """A projection by experts: T pairs (token, expert) of a sample, one matrix per expert.
+    """The shape of a projection by experts: T pairs (token, expert) per sample.
 
-    If G [B, experts, O, I] is not kept, the G of one sample and expert is computed at a time, once
+    If G [B, experts, O, I] is not kept, G is computed for one sample and expert at a time, once
     for the norm and once for the sum.
     """
 
@@ -237,7 +237,7 @@ class ExpertsShape(LinearShape):
         return self._product
 
     def norm(self, gpu: bool) -> list[Work]:
-        """Count the G of each (sample, expert), written and read."""
+        """Count writing and reading the G of each (sample, expert)."""
         most = super().stored_bytes * min(self.tokens, self.experts)
         return [Work(self._product, self._operands + 2 * most, self._kernel(gpu))]
 
@@ -263,7 +263,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
-    """The chosen mode of each parameter, in the order of the request.
+    """The chosen mode of each parameter, in the order in which shapes were passed to the planner.
 
     `is_limited` is True if the faster modes would exceed the memory budget.
     """
@@ -299,7 +299,7 @@ def default_memory_budget(device: torch.device) -> int:
 
 
 def cost(shapes: Sequence[LinearShape], mode: str, ceilings: Ceilings) -> Cost:
-    """Return the cost of a mode for a parameter with these uses in one forward."""
+    """Return the cost of a mode for a parameter with operations of these shapes."""
     gpu = ceilings.device != "cpu"
     works = _stored(shapes, gpu) if mode == "instantiate" else _book_kept(shapes, gpu)
     if mode == "ghost":
@@ -326,7 +326,7 @@ def _kept(shapes: Sequence[LinearShape], mode: str) -> int:
 
 
 def _stored(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
-    """Return the work of `instantiate`: compute each use's G, add them, read the sum twice."""
+    """Return the work of `instantiate`: compute each operation's G, add them, read twice."""
     size = max(s.stored_bytes for s in shapes)
     works = [work for s in shapes for work in s.gradient(gpu)]
     works += [Work(moved=3 * size)] * (len(shapes) - 1)
@@ -334,7 +334,7 @@ def _stored(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
 
 
 def _book_kept(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
-    """Return the work of `book_keeping`. Uses of one kind are joined; two kinds have a product."""
+    """Return the work of `book_keeping`: operations are joined by type; two types multiply."""
     joined: dict[type[LinearShape], LinearShape] = {}
     works = [Work(launches=_LAUNCHES_OF_PAIRS)]
     for shape in shapes:
@@ -352,7 +352,7 @@ def _book_kept(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
 
 
 def _inner(look_up: LinearShape, other: LinearShape) -> list[Work]:
-    """Return the work for <G_i, H_i> of a look-up and another use of the table."""
+    """Return the work of <G_i, H_i>: G of a look-up, H of another operation on the table."""
     if isinstance(other, HeadShape):
         # The look-up's rows are added to each tile, once for the norm and once for the sum.
         return [Work(moved=6 * look_up.stored_bytes)]
@@ -363,7 +363,7 @@ def _inner(look_up: LinearShape, other: LinearShape) -> list[Work]:
 
 
 def _kernel_dtype(dtype: torch.dtype, gpu: bool) -> str:
-    """Return the dtype in which `dpflash.kernels` multiplies: at least fp32 without Triton."""
+    """Return the dtype in which `dpflash.kernels` multiplies: fp32 or wider without Triton."""
     if dtype == torch.float64 or not gpu:
         return "float64" if dtype == torch.float64 else "float32"
     return "tf32x3" if dtype == torch.float32 else _name(dtype)
@@ -375,24 +375,24 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass
 class Planner:
-    """Plans the matrix parameters of one model.
+    """Plans the modes of the matrix parameters of one model.
 
-    Each parameter uses the faster of instantiate and book_keeping. If all parameters together keep
-    more bytes than the budget, parameters change to the mode that keeps less, those that save most
-    first, until the budget suffices. If it never does, all use ghost, if ghost is allowed.
+    Each parameter uses the faster of instantiate and book_keeping. If the parameters together keep
+    more bytes than the budget, parameters change to the mode that keeps less, in the order of the
+    bytes saved, until the budget suffices. If it never does, all parameters use ghost, if allowed.
 
     Guarantees:
         The modes do not depend on the number of samples in a forward. Near the end of the
         floating-point range modes give different results, and one sample more or less must not
-        change what the others contribute.
+        change the contributions of other samples.
 
     Attributes:
         mode: "auto", or one of GRAD_SAMPLE_MODES for all parameters.
         memory_budget: bytes that kept gradients or activations may take together.
         batch_size: the public number of samples for which costs are computed and the budget must
-            suffice; never the drawn number, so that no sample's presence changes how others are
-            clipped.
-        ghost_allowed: whether per-sample losses are available, and clipping is flat.
+            suffice; never the sampled number, so that a sample's presence does not change how
+            other samples are clipped.
+        ghost_allowed: whether per-sample losses are available and clipping is flat.
         book_keeping_allowed: whether norms may be computed without per-sample gradients.
         ceilings: speed of the device that computes.
     """
@@ -407,7 +407,7 @@ class Planner:
     _faster: dict[tuple[LinearShape, ...], str] = field(default_factory=dict, repr=False)
 
     def plan(self, uses: Mapping[int, Sequence[LinearShape]]) -> Plan:
-        """Return a mode for each parameter, given the shapes of its uses in a forward.
+        """Return a mode for each parameter, given the shapes of its operations in a forward.
 
         "ghost" is chosen for all parameters or for none. Equal arguments give equal plans.
         """
@@ -431,7 +431,7 @@ class Planner:
         choices: Sequence[str],
         over: int,
     ) -> Plan:
-        """Return the plan if the faster modes keep `over` bytes too many."""
+        """Return the plan if the faster modes keep `over` bytes more than the budget."""
         least = [_least({m: _kept(shapes, m) for m in choices}) for shapes in planned]
         saved = [_kept(s, a) - _kept(s, b) for s, a, b in zip(planned, modes, least, strict=True)]
         found = list(modes)
@@ -444,13 +444,13 @@ class Planner:
 
     @property
     def may_be_ghost(self) -> bool:
-        """Whether a plan may have two backwards, which the model must compute alike."""
+        """Whether a plan may have two backwards, whose results must then be the same."""
         return self.mode == "ghost" or (self.mode == "auto" and self.ghost_allowed)
 
     def avoid_ghost(self) -> None:
-        """Stop choosing "ghost": two backwards of this model differ."""
+        """Stop choosing "ghost", because two backwards of this model differ."""
         self.ghost_allowed = self.ghost_allowed and self.mode != "auto"
 
 
-# Stores the per-sample gradients of all parameters.
+# A planner that stores the per-sample gradients of all parameters.
 STORED = Planner("instantiate", memory_budget=1, batch_size=1, ghost_allowed=False)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 WHY_NO_COARSE_MEAN = (
-    "dividing by the batch's size would be rounded into every sample's gradient, so that one "
-    "sample moves the sum by more than max_grad_norm"
+    "dividing by the batch size would be rounded into every sample's gradient, so that one "
+    "sample could change the sum by more than max_grad_norm"
 )
 INSTEAD_OF_A_MEAN = (
     "declare loss_reduction='sum' and sum the losses, or call engine.backward(losses) with one "
@@ -19,7 +19,7 @@ INSTEAD_OF_A_MEAN = (
 OF_16_BIT = (
     "16 bit in batches without public slots or lengths (BatchMemoryManager, batches that are not "
     "the private loader's, a collate_fn that pads to the longest sample): their shape chooses the "
-    "kernels, so that a sample more may move the sum by slightly more than max_grad_norm"
+    "kernels, so that one more sample may change the sum by slightly more than max_grad_norm"
 )
 _COARSE = ("tf32", "bf16")
 # Settings below torch.backends, by device type.
@@ -36,8 +36,8 @@ def without_autocast(device_type: str) -> AbstractContextManager[object]:
 def refuse_coarse_mean(found: str | None) -> None:
     """Refuse loss_reduction='mean' if a setting or parameter rounds more than float32 does.
 
-    The factor 1 / B of the mean goes through the backward, which then rounds differently for each
-    B. So one sample more would change the contribution of every other sample.
+    The mean's factor 1 / B goes through the backward, which then rounds differently for each B. So
+    one more sample would change the contribution of every other sample.
 
     Args:
         found: the setting or parameter that rounds more, for the message; None if there is none.
@@ -52,13 +52,13 @@ def refuse_coarse_mean(found: str | None) -> None:
 
 
 def refuse_coarse_products(device_type: str) -> None:
-    """Refuse to train on a CPU if torch may multiply float32 with fewer digits.
+    """Refuse to train on a CPU if torch may multiply float32 with less precision.
 
-    Torch does so above some size of the operands. One sample more would then change the rounding
-    of every sample and of the sums of clipped gradients.
+    Torch does so if operands exceed some size. One more sample would then change the rounding of
+    every sample and of the sums of clipped gradients.
 
     Raises:
-        ValueError: a setting allows fewer digits.
+        ValueError: a setting allows less precision.
     """
     found = coarse_products(device_type) if device_type == "cpu" else None
     if found is not None:
@@ -67,16 +67,16 @@ def refuse_coarse_products(device_type: str) -> None:
             way_out = "call torch.set_float32_matmul_precision('highest')"
         raise ValueError(
             f"{found} on a CPU: from some batch size on float32 products would be rounded, so "
-            f"that one sample moves the sum by more than max_grad_norm; {way_out}"
+            f"that one sample could change the sum by more than max_grad_norm; {way_out}"
         )
 
 
 def coarse_products(device_type: str, *, convolves: bool = True) -> str | None:
-    """Name the setting that lets torch round the operands of float32 products; else None.
+    """Return the setting that lets torch round the operands of float32 products, or None.
 
     Args:
         device_type: "cpu" or "cuda"; other types have no such setting.
-        convolves: whether to include convolutions by cudnn, which rounds by default.
+        convolves: whether to include cudnn's convolutions, which round by default.
     """
     for name in _SETTINGS.get(device_type, ()):
         precision = attrgetter(f"{name}.fp32_precision")(torch.backends)
@@ -89,7 +89,7 @@ def coarse_products(device_type: str, *, convolves: bool = True) -> str | None:
 
 
 def coarse_use(x: Tensor) -> str | None:
-    """Say, for a message, why an operation on x rounds more than float32 does; else None."""
+    """Return, for a message, why an operation on x rounds more than float32 does, or None."""
     if _is_narrow(x):
         return f"a tensor of {x.dtype}"
     if torch.is_autocast_enabled(x.device.type):
@@ -98,7 +98,7 @@ def coarse_use(x: Tensor) -> str | None:
 
 
 def narrow_parameters(model: nn.Module) -> list[str]:
-    """Return the names of parameters with fewer digits than float32, including frozen ones."""
+    """Return the names of parameters narrower than float32, including frozen parameters."""
     return [name for name, parameter in model.named_parameters() if _is_narrow(parameter)]
 
 

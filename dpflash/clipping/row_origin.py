@@ -1,8 +1,8 @@
 """Finds from autograd's graph whether a tensor's rows are the samples' tokens, in order.
 
-Models flatten `[B, T, E]` to `[B T, E]`. A reshaping keeps the order of the elements: if the batch
-is the first dimension before it, row r belongs to sample r // T. If the time is first, the first
-dimension is not B. Operations between the reshaping and the layer must work row by row.
+Models flatten `[B, T, E]` to `[B T, E]`. Reshaping keeps the order of the elements: if the batch
+was the first dimension, row r belongs to sample r // T. If time was first, the first dimension was
+not B. Operations between the reshaping and the layer must work row by row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 _RESHAPINGS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
-# All differentiated operands must have the result's shape, and their rows in order.
+# All differentiated operands must have the result's shape, with their rows in order.
 _BY_ELEMENTS = frozenset(
     {
         "AddBackward0",
@@ -32,7 +32,7 @@ _BY_ELEMENTS = frozenset(
         "ToCopyBackward0",
     }
 )
-# Plain layers: the positions of the rows and of the weight among the operands.
+# Plain layers: positions of the input with the rows, and of the weight, among the operands.
 _BY_ROWS = {
     "AddmmBackward0": (1, 2),
     "MmBackward0": (0, 1),
@@ -42,7 +42,7 @@ _DEEPEST = 64
 
 
 def batch_sizes_of_rows(x: Tensor) -> frozenset[int]:
-    """Return the first dimensions of tensors of which x `[N, ...]` is a reshaping, row by row.
+    """Return the first dimensions of tensors that were reshaped, row by row, to x `[N, ...]`.
 
     If B is among them and divides N, rows r N / B to (r + 1) N / B - 1 belong to sample r.
     """
@@ -87,7 +87,7 @@ def _sizes(node: Any, depth: int, known: dict[Any, frozenset[int]]) -> frozenset
 
 
 def _is_parameter(node: Any) -> bool:
-    """Return whether a node is a parameter's, trained or frozen, transposed or not."""
+    """Return whether a node belongs to a parameter, trained or frozen, transposed or not."""
     if node is not None and node.name() == "TBackward0":
         node = node.next_functions[0][0]
     return node is None or node.name() == "torch::autograd::AccumulateGrad"

@@ -1,4 +1,4 @@
-"""GateRules: objects and options that all clipping gates share; the mode of a backward."""
+"""GateRules: the objects and options that all clipping gates share; the mode of a backward."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class GateStep(Protocol):
 
     @property
     def rows(self) -> RealRows:
-        """Which rows of the microbatch are samples."""
+        """Tells which rows of the microbatch are samples."""
 
     def begin_trial(self) -> None:
         """Begin the backward of a trial."""
 
     def before_gate(self) -> None:
-        """Note that a backward has reached a use of a private parameter, or a gate."""
+        """Note that a backward has reached an operation on a private parameter, or a gate."""
 
     def add_clipped(
         self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor], factors: Tensor
@@ -49,11 +49,11 @@ class GateStep(Protocol):
         """Add a microbatch's clipped sums."""
 
     def dropping(self) -> AbstractContextManager[None]:
-        """Drop the logical batch if the block raises."""
+        """Drop the logical batch if the body raises."""
 
 
 class Step(GateStep, Protocol):
-    """The logical batch of a backward and its gates, see `dpflash.step.PrivateStep`."""
+    """The logical batch as its backward uses it, see `dpflash.step.PrivateStep`."""
 
     tracker: BatchTracker
 
@@ -62,7 +62,7 @@ class Step(GateStep, Protocol):
         """Number of releases charged so far."""
 
     def attach(self, clipper: Clipper) -> None:
-        """Report to `clipper` the begin of microbatches and the end of logical batches."""
+        """Tell `clipper` when microbatches begin and logical batches end."""
 
     def begin_backward(self) -> None:
         """Begin a backward."""
@@ -74,7 +74,7 @@ class Step(GateStep, Protocol):
         """Drop the logical batch."""
 
     def noting_refusals(self) -> AbstractContextManager[None]:
-        """Write a private refusal of the block to the ledger."""
+        """Record a `PrivateRefusal` of the body in the ledger."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class BackwardRun:
     """The mode of the current backward.
 
     Attributes:
-        mode: "clip"; "prove" if the backward is only compared; "norms" and "sum" in the first and
-            second backward of ghost clipping.
-        watches: objects that are shown each use of a matrix parameter, and each gate.
-        factors: clipping factors in mode "sum".
-        norms_again: whether mode "sum" computes norms too.
+        mode: "clip" to clip and sum; "prove" to only compare gradients; "norms" and "sum" in the
+            first and second backward of ghost clipping.
+        watches: tests that see each operation on a matrix parameter, and each gate.
+        factors: the clipping factors in mode "sum".
+        norms_again: whether mode "sum" also computes norms.
     """
 
     mode: str = "clip"
@@ -97,19 +97,19 @@ class BackwardRun:
 
 @dataclass(frozen=True)
 class GateRules:
-    """Objects and options that all clipping gates of a model share.
+    """The objects and options that all clipping gates of a model share.
 
     Attributes:
-        step: the logical batch that clipped sums are added to.
+        step: the logical batch to which clipped sums are added.
         planner: chooses how the gradients of matrix parameters are computed.
         clip_function: see `clip_factors`.
         loss_reduction: "mean" or "sum" if the loss is a scalar; None for losses `[B]`.
-        convolves: whether the model has convolutions, which cudnn rounds by default.
-        statistics: how many samples were clipped.
-        run: returns the mode of the current backward.
-        admit: checks a gate whose backward runs.
-        refuse_size: called with the gate's number of samples and that of losses; raises.
-        stand_ins: by device, the tensor that is the gates' input in place of parameters.
+        convolves: whether the model has convolutions, whose operands cudnn rounds by default.
+        statistics: counts of clipped samples.
+        run: function that returns the mode of the current backward.
+        admit: function that checks a gate before it clips.
+        refuse_size: function (samples of the gate, losses) that raises; the numbers differ.
+        stand_ins: for each device, the tensor that the gates take as input instead of parameters.
     """
 
     step: GateStep
@@ -124,16 +124,16 @@ class GateRules:
     stand_ins: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def layer_of(self, parameter: nn.Parameter) -> str:
-        """Dotted name of the module that holds a parameter."""
+        """Return the dotted name of the module that holds a parameter."""
         return self.step.sums.names[parameter].rpartition(".")[0] or "(the model itself)"
 
     def refuse_coarse_use(self, x: Tensor) -> None:
-        """Refuse a mean over samples if x has fewer digits than float32 or autocast is on."""
+        """Refuse a mean over samples if x is narrower than float32 or autocast is on."""
         if self.loss_reduction == "mean":
             refuse_coarse_mean(coarse_use(x))
 
     def refuse_coarse_products(self, device_type: str) -> None:
-        """Refuse torch settings with which one sample changes the rounding of others."""
+        """Refuse settings of torch with which one sample changes the rounding of other samples."""
         refuse_coarse_products(device_type)
         if self.loss_reduction == "mean":
             refuse_coarse_mean(coarse_products(device_type, convolves=self.convolves))

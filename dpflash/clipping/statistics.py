@@ -1,4 +1,4 @@
-"""ClipStatistics: numbers of samples that were clipped or removed, which are private."""
+"""ClipStatistics: counts clipped and removed samples. The counts are private."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..sampling.slots import RealRows
 
 
 class ClipStatistics:
-    """Counts over all samples so far, and norms of the last backward; not covered by epsilon."""
+    """Counts over all samples so far, and norms of the last backward; epsilon covers neither."""
 
     def __init__(self, rows: RealRows):
         self._rows = rows
@@ -22,7 +22,7 @@ class ClipStatistics:
         self.seen_samples = 0
 
     def begin_backward(self, losses: Tensor | None = None) -> None:
-        """Begin to count the removed samples of a new backward.
+        """Begin to count the clipped and removed samples of a new backward.
 
         Args:
             losses: `[B]`; a sample is removed if its loss is NaN or infinite. None if the loss is
@@ -34,7 +34,7 @@ class ClipStatistics:
             self._factors = [losses.detach().isfinite().float()]
 
     def note(self, squares: Tensor, factors: Tensor) -> None:
-        """Note the squared norms and the clipping factors of one group, `[B]` each.
+        """Record the squared norms and the clipping factors of one group, `[B]` each.
 
         The counts stay on their device until they are read.
         """
@@ -61,7 +61,7 @@ class ClipStatistics:
             self._counts.append(counts)
 
     def _count(self) -> list[int]:
-        """Return the numbers of removed and clipped samples so far; may wait for the device."""
+        """Return the numbers of removed and of clipped samples so far; may wait for the device."""
         self._end_backward()
         if self._counts:
             device = self._counts[0].device
@@ -82,6 +82,6 @@ class ClipStatistics:
 
     @property
     def squared_norms(self) -> Tensor | None:
-        """Squared norms `[n]` of the last backward's last group; None without norms."""
+        """Squared norms `[n]` of the last group in the last backward; None if there are none."""
         squares, real = self._squares
         return squares if squares is None or real is None else squares[real]

@@ -40,15 +40,15 @@ _NOTHING_MOVES = (torch.ops.aten.empty, torch.ops.aten.empty_strided, torch.ops.
 
 
 def attention_flops(pairs: int, head_dim: int, *, forward: bool, backward: bool) -> float:
-    """Return the FLOPs of attention over `pairs` (query, key), of all heads and samples."""
+    """Return the FLOPs of attention over `pairs` (query, key), summed over heads and samples."""
     return float(head_dim * pairs * (_FORWARD * forward + _BACKWARD * backward))
 
 
 def attention_formulas() -> dict[Any, Callable[..., int]]:
-    """Return formulas for the FLOPs of attention's operators, over the pairs of their patterns.
+    """Return a formula for the FLOPs of each attention operator, from its pattern's pairs.
 
-    A pair takes 4 D forward and 10 D backward; if values have another head dim E, it takes
-    2 (D + E) and 6 D + 4 E.
+    A pair (query, key) takes 4 D FLOPs forward and 10 D backward for head dim D; if values have
+    another head dim E, 2 (D + E) and 6 D + 4 E.
     """
 
     def pairs(q: Any, k: Any, key: str) -> int:
@@ -73,20 +73,20 @@ def attention_formulas() -> dict[Any, Callable[..., int]]:
 
 
 class Tape(TorchDispatchMode):
-    """Records the operations in its block: which tensors are alive, and each operation's time.
+    """Records the operations in its body: which tensors are alive, and each operation's time.
 
-    A storage counts from the operation that makes it until its last tensor is freed. Each
-    operation counts as one kernel that reads its inputs once and writes its outputs once, with the
-    time of a roofline. Memory that an operation uses internally does not count.
+    A storage is counted from the operation that creates it until its last tensor is freed. Each
+    operation is counted as one kernel that reads its inputs once and writes its outputs once, with
+    the time of a roofline. Memory that an operation uses internally is not counted.
 
     Args:
         ceilings: speed of the device.
         ranks: P, the number of ranks over which the tokens of attention are split.
 
     Attributes:
-        part: the name under which new storages count.
+        part: the name of the part to which new storages are added.
         seconds: predicted time of the operations.
-        peak: bytes by part at the time of the largest total.
+        peak: bytes of each part when their total was largest.
     """
 
     def __init__(self, ceilings: Ceilings, ranks: int = 1) -> None:
@@ -145,12 +145,12 @@ class Tape(TorchDispatchMode):
             device = self.ceilings.device
             call = ModeCall(sharded, q.shape[3], q.dtype, q.shape[0], device)
             with real_cpu_tensors():
-                # This includes the backward.
+                # The predicted time includes the backward.
                 self.seconds += min(one.seconds for one in mode_costs(call))
 
     @contextmanager
     def counting(self, part: str) -> Iterator[None]:
-        """In the block, new storages count as this part."""
+        """In the body, count new storages as this part."""
         before, self.part = self.part, part
         try:
             yield
@@ -158,17 +158,17 @@ class Tape(TorchDispatchMode):
             self.part = before
 
     def begin_loss(self, *_: Any) -> None:
-        """Count storages of the forward from here on as logits and loss."""
+        """From here on, count the forward's storages as logits and loss."""
         if self.part == "activations":
             self.part = "logits and loss"
 
     def allocate(self, size: int, part: str) -> Tensor:
-        """Return a tensor of `size` bytes that counts as this part."""
+        """Return a tensor of `size` bytes, counted as this part."""
         with self.counting(part):
             return torch.empty(size, dtype=torch.uint8)
 
     def hold(self, x: Tensor, part: str | None = None) -> None:
-        """Count a tensor's storage while it is alive; move a counted storage to `part`."""
+        """Count a tensor's storage while it is alive, or move a counted storage to `part`."""
         storage = x.untyped_storage()
         key = storage._cdata
         held = self._held.get(key)

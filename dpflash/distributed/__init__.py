@@ -1,10 +1,10 @@
 """Context parallelism: attention over sequences whose tokens are sharded over several ranks.
 
-`shard_sequence` splits a sequence, `ring_attention` attends over all of it, and `unshard_sequence`
-gathers the results; `context_parallel` does this for a whole model. Every pattern of
-`dpflash.patterns` is supported. Results are equal to those of one rank, and keys that no query
-attends to are never sent. Ranks compare the arguments of each call before they exchange tensors,
-so a mistake raises an error on all ranks instead of blocking them.
+`shard_sequence` splits a sequence, `ring_attention` attends over all its tokens,
+`unshard_sequence` gathers the results, and `context_parallel` does this for a model. It supports
+all patterns of `dpflash.patterns`. Results are those of one rank; keys that no query attends to
+are never sent. Ranks compare a call's arguments before each exchange, so a mistake raises an error
+on all ranks.
 """
 
 from typing import TYPE_CHECKING

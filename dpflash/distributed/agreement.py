@@ -61,7 +61,7 @@ class Context:
         return self.layout.local_length(self.rank, self.length)
 
     def positions(self, device: torch.device | str = "cpu") -> Tensor:
-        """`[T_p]`, int64: the position in the sequence of each of this rank's T_p tokens."""
+        """Return the position in the sequence of each token of this rank, `[T_p]`, int64."""
         return self.layout.positions(self.rank, device)
 
 
@@ -87,7 +87,7 @@ class DeferredError:
 
     @contextmanager
     def catch(self) -> Iterator[None]:
-        """Store a ValueError raised in the block and continue after the block."""
+        """Store a ValueError raised in the body, and continue after the body."""
         try:
             yield
         except ValueError as error:
@@ -103,11 +103,11 @@ def agree_on_lengths(
     *,
     once: bool = False,
 ) -> list[int]:
-    """Return the number of tokens of every rank after checking that `values` are equal on all.
+    """Check that `values` are equal on all ranks; return the number of tokens of each rank.
 
     All ranks of the group call this together. Without an error it takes one small exchange. If a
-    rank passes an `error`, all ranks raise a ValueError for the first. They also raise one for
-    the first value that differs, see `collectives.agree`.
+    rank passes an `error`, all ranks raise a ValueError with the first rank's text. They also
+    raise a ValueError for the first value that differs, see `collectives.agree`.
 
     Args:
         operation: the name of the exchange in messages.
@@ -115,8 +115,8 @@ def agree_on_lengths(
         length: number of tokens of this rank.
         group: the ranks.
         error: why this rank cannot continue, or None.
-        once: skip the exchange if the same call was checked before. Only for calls that send no
-            tensors: a rank that makes another call then meets the others in their next exchange.
+        once: whether to skip the exchange if the same call was checked before. Only for calls that
+            send no tensors: a rank that makes another call meets the others in the next exchange.
     """
     text = "\n".join(f"{name}={value!r}" for name, value in values.items())
     own = [int(error is not None), digest(text), length]

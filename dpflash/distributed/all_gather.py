@@ -46,7 +46,7 @@ class AllGatherCall(ShardedCall):
         return self.scatter_sum(torch.stack(dkv)).unbind(0) if needs_dkv else None
 
     def pieces(self, device: torch.device, runtime: TileGraph | None) -> tuple[Piece, ...]:
-        """The (queries, keys) pieces that this rank computes."""
+        """Return the (queries, keys) pieces that this rank computes."""
         return pieces(self.sharded, self.rank, ALL_RANKS, device, self.by_chunk, runtime)
 
     def gather(self, k: Tensor, v: Tensor, phase: str) -> Tensor:

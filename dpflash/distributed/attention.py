@@ -203,7 +203,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute `ring_attention` without comparing arguments between ranks.
 
-    `require_fitting` has checked q, k and v, and they have the T_p tokens of the agreed layout;
+    q, k and v must have passed `require_fitting` and have the T_p tokens of the agreed layout;
     sinks and slopes are `[B, H]`. Raises on all ranks for an unsupported mode, T or H.
     """
     if q.shape[2] != context.layout.local_length(context.rank):
@@ -229,7 +229,7 @@ def attend(
         options: Any = {"softmax_scale": scale, "sinks": sinks, "alibi_slopes": slopes}
         o, lse = attention(q, k, v, pattern=pattern, return_lse=True, **options)
     elif q.shape[0] == 0:
-        # Empty outputs that depend on all inputs keep the autograd graph equal to other batches'.
+        # Empty outputs that depend on all inputs give the same autograd graph as other batches.
         o = q + sum(x.sum() for x in (k, v, sinks, slopes) if x is not None)
         lse = o.sum(3, dtype=torch.promote_types(q.dtype, torch.float32))
     elif mode == "ulysses":
@@ -246,7 +246,7 @@ def attend(
 
 
 class _ShardedAttention(torch.autograd.Function):
-    """``(o, lse)`` of this rank's queries over the keys of all ranks.
+    """Computes ``(o, lse)`` of this rank's queries over the keys of all ranks.
 
     Saves q, k, v, o and lse of this rank only; the backward exchanges keys and values again.
     """
@@ -287,7 +287,7 @@ class _ShardedAttention(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         call: Ring | AllGatherCall = ctx.call
-        # Read only once: activation checkpointing returns saved tensors a single time.
+        # Read only once: under activation checkpointing, saved tensors can be read a single time.
         saved = ctx.saved_tensors
         runtime = BlockChoice.graph_of(saved[-2], saved[-1], call.sharded)
 

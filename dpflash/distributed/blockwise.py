@@ -34,7 +34,7 @@ Tensors = Sequence[Tensor | None]
 
 
 class BlockChoice(NamedTuple):
-    """The key blocks that each query block attends to; None for static patterns."""
+    """The key blocks to which each query block attends; None for static patterns."""
 
     blocks: Tensor | None  # `[B, H, n, K]`, int32, over the whole sequence
     gates: Tensor | None  # `[B, H, n, K]`, differentiable
@@ -60,7 +60,7 @@ class BlockChoice(NamedTuple):
     def graph_of(
         blocks: Tensor | None, gates: Tensor | None, sharded: ShardedPattern
     ) -> TileGraph | None:
-        """The tile graph of the whole sequence; None for static patterns."""
+        """Return the tile graph of the whole sequence; None for static patterns."""
         if blocks is None or gates is None:
             return None
         assert isinstance(sharded.pattern, Adaptive)
@@ -77,7 +77,7 @@ _LEAST_BYTES = {"cpu": 2**20, "cuda": 2**23}
 
 @dataclass(frozen=True, eq=False)
 class ShardedCall:
-    """One call of attention on this rank, and how it gets the keys and values of other ranks."""
+    """One call of attention on this rank; subclasses exchange keys and values between ranks."""
 
     sharded: ShardedPattern  # the pattern over the sharded sequence
     group: ProcessGroup  # the ranks that share the sequence
@@ -108,8 +108,8 @@ class ShardedCall:
         that share a key/value head. A call with an `Adaptive` pattern is a single part.
 
         Args:
-            compute: function of a part and its inputs.
-            inputs: `[B, H, ...]`; the second is this rank's k.
+            compute: function of a part (a call with some of the heads) and its inputs.
+            inputs: tensors `[B, H, ...]`; the second one is this rank's k.
             shapes: shapes and dtypes of the results `[B, H, ...]`.
         """
         k = inputs[1]
@@ -117,7 +117,7 @@ class ShardedCall:
         count = self._number_of_parts(k)
         if count == 1:
             return compute(self, inputs)
-        # Allocated before temporaries; allocated after them they would fragment the heap.
+        # Allocated before the temporary tensors; otherwise the results would fragment the heap.
         wholes = [None if x is None else k.new_empty(x[0], dtype=x[1]) for x in shapes]
         heads = self.sharded.num_heads // count
         for i in range(count):
@@ -138,7 +138,7 @@ class ShardedCall:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum x over the ranks; the backward sums the gradient over the ranks too."""
+    """Sums x over the ranks; the backward sums the gradient over the ranks too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -153,7 +153,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _block_sums(x: Tensor, size: int, sharded: ShardedPattern, group: ProcessGroup) -> Tensor:
-    """`[B, H, n, D]`, float32 or wider: the sum over this rank's tokens in each block."""
+    """Return the sum over this rank's tokens in each block, `[B, H, n, D]`, float32 or wider."""
     blocks = -(-sharded.length // size)
     dtype = torch.promote_types(x.dtype, torch.float32)
     # Zeros that depend on x, so that ranks without tokens take part in the backward too.
@@ -169,7 +169,7 @@ def _block_sums(x: Tensor, size: int, sharded: ShardedPattern, group: ProcessGro
 
 
 class BlockwiseForward:
-    """Forward over key/value shards that are added one at a time, in float32 or float64.
+    """Computes the forward over key/value shards, added one at a time, in float32 or float64.
 
     q is `[B, H, T, D]`, sinks and slopes are `[B, H]` or None.
     """
@@ -210,7 +210,7 @@ class BlockwiseForward:
 
     @property
     def o(self) -> Tensor:
-        """`[B, H, T, D]`, dtype of q."""
+        """This rank's output, `[B, H, T, D]`, dtype of q."""
         return self._results()[0].to(self._q.dtype)
 
     @property
@@ -221,15 +221,15 @@ class BlockwiseForward:
 
     @property
     def lse(self) -> Tensor:
-        """`[B, H, T]`, in the accumulation dtype."""
+        """Log-sum-exp of the scores, `[B, H, T]`, in the accumulation dtype."""
         return self._results()[1]
 
 
 class BlockwiseBackward:
-    """Backward over key/value shards that are added one at a time.
+    """Computes the backward over key/value shards that are added one at a time.
 
     `saved` holds q, k, v, o (or `BlockwiseForward.wide_o`), lse, sinks, slopes, blocks and gates;
-    o and lse are those over all shards. A gradient do or dlse that is None counts as 0.
+    o and lse are the results over all shards. A gradient do or dlse that is None counts as 0.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class BlockwiseBackward:
     def results(
         self, dkv: Sequence[Tensor] | None, k: Tensor, v: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of q, k, v, sinks, slopes, blocks and gates, in the inputs' dtypes."""
+        """Return gradients of q, k, v, sinks, slopes, blocks and gates, in the inputs' dtypes."""
         sinks, slopes, gates = self._sinks, self._slopes, self._gates
         dsinks = None
         if sinks is not None:
@@ -319,7 +319,7 @@ def _inputs_of(
     slopes: Tensor | None,
     backend: str,
 ) -> AttentionInputs:
-    """Attention inputs of a piece: slices of this rank's q and of a shard's k and v."""
+    """Return the attention inputs of a piece: slices of this rank's q and of a shard's k and v."""
     rows, columns = piece.queries, piece.keys
     parts = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
     return AttentionInputs(*parts, piece.graph, scale, slopes=slopes, backend=backend)

@@ -1,7 +1,7 @@
 """Collectives over a process group, which raise `RankError` if another rank is lost.
 
-A group is a `torch.distributed` process group; None stands for a single process. `operation` names
-the exchange in messages. P is the number of ranks.
+A group is a `torch.distributed` process group, or None for a single process. `operation` is the
+name of the exchange in messages. P is the number of ranks.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ class RankError(RuntimeError):
 
 
 class PrivateRankError(RankError, PrivateRefusal):
-    """This rank lost the others in a logical batch, possibly since one raised a private refusal.
+    """This rank lost the other ranks in a logical batch; one may have raised a `PrivateRefusal`.
 
-    The error is private, as `PrivateRefusal` is.
+    The error depends on private data, as a `PrivateRefusal` does.
     """
 
 
 def world_size(group: ProcessGroup | None) -> int:
-    """Number of ranks in a group."""
+    """Return the number of ranks in a group."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def rank_in(group: ProcessGroup | None) -> int:
-    """Index of this rank in a group, from 0."""
+    """Return the index of this rank in a group, from 0."""
     return 0 if group is None else dist.get_rank(group)
 
 
 def ranks_of(group: ProcessGroup | None) -> list[int]:
-    """The global ranks of a group, in its order."""
+    """Return the global ranks of a group, in the group's order."""
     if group is None:
         return [dist.get_rank() if dist.is_initialized() else 0]
     return list(dist.get_process_group_ranks(group))
 
 
 def digest(data: bytes | str) -> int:
-    """A 64-bit hash of the contents, as an int64."""
+    """Return a 64-bit hash of the contents, as an int64."""
     content = data.encode() if isinstance(data, str) else data
     word = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(word, "little", signed=True)
@@ -65,7 +65,7 @@ def digest(data: bytes | str) -> int:
 
 @contextmanager
 def exchanging(operation: str, group: ProcessGroup | None) -> Iterator[None]:
-    """Convert errors of torch.distributed that the block raises to `RankError`."""
+    """Convert errors of torch.distributed that the body raises to `RankError`."""
     try:
         yield
     except RankError:
@@ -109,14 +109,14 @@ def agree(
         values: values by name; names and reprs must be equal on all ranks.
         group: see the module.
         extra: integers that may differ between ranks.
-        refusal: why this rank refuses, without values; None if it does not.
+        refusal: why this rank refuses, without private values; None if it does not.
 
     Returns:
         `extra` of each rank.
 
     Raises:
-        PrivateRefusal: on all ranks if one rank refuses, with this rank's reason if it has one,
-            else the first rank's reason.
+        PrivateRefusal: on all ranks, if one rank refuses: with this rank's reason if it has one,
+            else with the first refusing rank's.
         ValueError: on all ranks, if a value differs (the message has its name and its value on
             each rank), or if a rank checks another operation.
     """
@@ -170,8 +170,8 @@ def all_to_all(
 
     Args:
         x: `[sum(sizes)]`, contiguous.
-        sizes: elements for each rank.
-        received: elements from each rank.
+        sizes: number of elements to send to each rank.
+        received: number of elements to receive from each rank.
         group, operation: see the module.
     """
     parts = x.new_empty(sum(received))
@@ -191,7 +191,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, operation: str) -> Tensor:
 def all_reduce_(
     x: Tensor, group: ProcessGroup, operation: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Reduce a contiguous x over the ranks in place. All ranks get the same bits."""
+    """Sum, or reduce by `op`, a contiguous x over the ranks in place; all get the same bits."""
     with exchanging(operation, group):
         dist.all_reduce(x, op=op, group=group)
     return x
@@ -215,7 +215,7 @@ def bundles(tensors: Sequence[Tensor], lengths: Sequence[int] = ()) -> Iterator[
 
     Args:
         tensors: the tensors; all ranks must pass the same dtypes.
-        lengths: number of elements to send of each tensor, equal on all ranks; by default its own.
+        lengths: number of elements of each tensor to send, equal on all ranks; by default all.
     """
     sizes = lengths or [x.numel() for x in tensors]
     for dtype in dict.fromkeys(x.dtype for x in tensors):
@@ -270,7 +270,7 @@ def broadcast_from_first(value: bytes, group: ProcessGroup | None, operation: st
 
 
 def control_device(group: ProcessGroup) -> torch.device:
-    """The device for small tensors of a group: the CPU if one of its backends supports it."""
+    """Return the device for a group's small tensors: the CPU if a backend supports it."""
     kinds = [torch.device(kind).type for kind in group._device_types]
     if "cpu" in kinds:
         return torch.device("cpu")

@@ -34,10 +34,10 @@ from .layout import SHARDINGS, Layout
 from .mesh import OF_CONTEXT
 from .traffic import ModeCall, describe_modes
 
-_ENOUGH = 32  # so many equal tokens per rank are no coincidence
+_ENOUGH = 32  # tokens per rank; if this many are equal on all ranks, it is no coincidence
 _Model = TypeVar("_Model", bound=nn.Module)
 
-# Modules that mix tokens without knowing of other ranks, and why their results would be wrong.
+# Modules that mix tokens but do not know of other ranks, and why their results would be wrong.
 _MIXES_TOKENS: dict[tuple[type[nn.Module], ...], str] = {
     (nn.MultiheadAttention,): "attends to this rank's tokens only; use "
     "dpflash.nn.MultiheadAttention",
@@ -161,7 +161,7 @@ class ContextParallel:
         group: the ranks that share sequences; None for a single process.
         mode: how keys and values are exchanged, see `ring_attention`.
         sharding: which tokens each rank holds, see `Layout`.
-        calls: for each kind of attention call, the last call and its mode.
+        calls: for each type of attention call, the last call and its mode.
     """
 
     group: ProcessGroup | None
@@ -190,10 +190,10 @@ class ContextParallel:
         error: ValueError | None = None,
         **values: object,
     ) -> Context:
-        """Check that all ranks make the same call, and return its sharded sequence.
+        """Check that all ranks make the same call, and return the call's sharded sequence.
 
         The sequence consists of `rows` rows, each with `tokens` (T_p) tokens on this rank.
-        Positions from `length` on are padding. If this rank cannot continue, `error` states the
+        Positions from `length` on are padding. If this rank cannot continue, `error` is the
         reason, and all ranks raise it. `values` must have the same repr on all ranks.
         """
         everything = {**values, "rows": rows, "length": length}
@@ -205,11 +205,11 @@ class ContextParallel:
         return Context(self.group, layout, self.mode, kept, self.calls)
 
     def plan(self) -> str:
-        """Return a table with the mode of each kind of attention call; empty before a call."""
+        """Return a table with the mode of each type of attention call; empty before a call."""
         return describe_modes(self.calls.values()) if self.calls else ""
 
     def warn_of_copies(self, context: Context, x: Tensor) -> None:
-        """Warn if all ranks have equal integers x `[B, T_p]`, so the sequence was not sharded."""
+        """Warn if all ranks have equal integers x `[B, T_p]`: the sequence was not sharded."""
         layout, size = context.layout, context.layout.world_size
         # This condition is the same on all ranks, because an exchange follows.
         if (
@@ -222,14 +222,14 @@ class ContextParallel:
         rows = gather_rows([digest(content)], self.group, "comparison of the tokens")
         if len({row[0] for row in rows}) == 1:
             warn(
-                "all ranks of the context have the same tokens. They are taken as different parts "
+                "all ranks of the context have the same tokens. They count as different parts "
                 "of one longer sequence: shard inputs and targets, x = "
                 "model.context_parallel.shard(x)",
                 PrivateWarning,
             )
 
     def apply(self, model: nn.Module) -> None:
-        """Set this object on the modules of a model; raises the errors of `context_parallel`."""
+        """Set this object on a model's modules; raises the errors of `context_parallel`."""
         attentions = []
         for name, module in model.named_modules():
             where = f"'{name}'" if name else "the model itself"
@@ -270,7 +270,7 @@ class ContextParallel:
         For a packed batch, return this rank's tokens of each row, see `PackedBatch.columns`.
 
         Raises:
-            ValueError: as `shard_sequence` does, or for a packed batch with sharding="zigzag".
+            ValueError: see `shard_sequence`; also for a packed batch with sharding="zigzag".
         """
         if isinstance(x, PackedBatch):
             self.require_packable()
@@ -305,9 +305,9 @@ def context_parallel(
     sequence. All other modules work on single tokens and do not change.
 
     Args:
-        model: a model with attention modules of `dpflash.nn`, or one that is or contains a causal
-            language model of transformers (GPT-2, Llama, Mistral, Qwen2, Qwen3), with or without
-            LoRA adapters. It is changed in place.
+        model: a model with attention modules of `dpflash.nn`, or a model that is or contains a
+            causal language model of transformers (GPT-2, Llama, Mistral, Qwen2, Qwen3), with or
+            without LoRA adapters. It is changed in place.
         mesh: a DeviceMesh with a dimension named "context", or "cp".
         mode: how keys and values are exchanged, see `ring_attention`.
         sharding: which tokens each rank holds, see `Layout`; pass the same to `shard_sequence`.
@@ -398,7 +398,7 @@ def _group_of(mesh: object) -> ProcessGroup | None:
     if names is None and mesh.ndim == 1:
         return mesh.get_group(0)
     raise ValueError(
-        f"mesh has dimensions {names or mesh.ndim}: expected one named 'context' or 'cp', the "
+        f"mesh has dimensions {names or mesh.ndim}: expected one named 'context' or 'cp', of the "
         "ranks that share a sequence; pass mesh_dim_names=('data', 'context') to init_device_mesh"
     )
 

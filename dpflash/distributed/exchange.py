@@ -68,7 +68,7 @@ def _record(phase: str, operation: str, size: int) -> None:
 
 
 def all_reduced_bytes(size: int, world_size: int) -> int:
-    """The bytes that each rank sends in an all-reduce of `size` bytes."""
+    """Return the bytes that each rank sends in an all-reduce of `size` bytes."""
     return 2 * (world_size - 1) * size // world_size
 
 
@@ -99,7 +99,7 @@ def send_and_receive(
     operation: str,
     phase: str,
 ) -> PendingExchange:
-    """Start sending contiguous tensors to one rank and receiving into buffers from another.
+    """Start sending contiguous tensors to one rank, and receiving into buffers from another.
 
     If `send` is None or its tensors are empty, nothing is sent and the receiver must expect none.
     """
@@ -120,7 +120,7 @@ def send_and_receive(
 
 
 def connect(group: ProcessGroup, device: torch.device) -> None:
-    """Open a group's connections, once per group; pairwise exchanges on GPUs require this."""
+    """Open a group's connections, once per group; pairwise exchanges on GPUs need this."""
     if device.type == "cpu" or group in _connected:
         return
     collectives.all_reduce_(torch.zeros(1, device=device), group, "first exchange of a group")

@@ -30,12 +30,12 @@ class ShardedPattern:
     num_heads: int  # H
     num_kv_heads: int  # G
     layout: Layout  # which tokens each rank holds
-    whole: ShardedPattern | None = None  # if this has some heads only, the pattern with all heads
+    whole: ShardedPattern | None = None  # the pattern with all heads, if this one has some heads
     first_head: int = 0  # index of the first query head in `whole`
 
     @property
     def static(self) -> Pattern:
-        """The pattern; for an `Adaptive` one, the dense pattern that it chooses from."""
+        """The pattern itself; for `Adaptive`, the dense pattern from which it chooses blocks."""
         if isinstance(self.pattern, Adaptive):
             return Dense(causal=self.pattern.causal)
         return self.pattern
@@ -47,11 +47,11 @@ class ShardedPattern:
         return replace(self, num_heads=count, num_kv_heads=kv_heads, whole=self, first_head=first)
 
     def chunks(self, rank: int) -> tuple[Chunk, ...]:
-        """The ranges of a rank's tokens."""
+        """Return the ranges of a rank's tokens."""
         return self.layout.chunks(rank, self.length)
 
     def tokens(self, rank: int) -> int:
-        """Number of tokens of a rank."""
+        """Return the number of tokens of a rank."""
         return self.layout.local_length(rank, self.length)
 
     @property
@@ -89,7 +89,7 @@ def graph_of(sharded: ShardedPattern, device: torch.device) -> TileGraph:
 
 
 class Share(NamedTuple):
-    """The amount of work of one rank, and the number of key rows that it attends to."""
+    """The work of one rank, and the numbers of key rows that its queries attend to."""
 
     edges: int  # number of (query, key) pairs over all heads
     rows: tuple[int, ...]  # for each rank, how many of its key rows (key head, token) are needed
@@ -129,7 +129,7 @@ def pieces(
     by_chunk: bool,
     runtime: TileGraph | None = None,
 ) -> tuple[Piece, ...]:
-    """Return the pieces to compute between queries of one rank and keys of another or of all.
+    """Return the pieces to compute between one rank's queries and the keys of a rank, or of all.
 
     With `by_chunk` there is one piece for each pair of chunks, so that distances between tokens
     are known. `runtime` is the tile graph of an `Adaptive` pattern over the whole sequence.
@@ -183,7 +183,7 @@ def add_packed_(whole: Tensor, packed: Tensor, needed: NeededRows) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _graph_of_queries(sharded: ShardedPattern, rank: int) -> TileGraph:
-    """The part of the whole graph that has the queries of a rank, on the CPU."""
+    """Return the part of the whole graph that has the queries of a rank, on the CPU."""
     with real_cpu_tensors():
         return restrict(
             graph_of(sharded, torch.device("cpu")),
@@ -196,14 +196,14 @@ def _graph_of_queries(sharded: ShardedPattern, rank: int) -> TileGraph:
 
 @functools.lru_cache(maxsize=4)
 def _seen_keys(sharded: ShardedPattern, rank: int) -> Tensor:
-    """`[G, T]`, bool: the key rows of the sequence that queries of a rank attend to."""
+    """Return which key rows of the sequence a rank's queries attend to: `[G, T]`, bool."""
     with real_cpu_tensors():
         heads = live_keys(_graph_of_queries(sharded, rank))  # [H, T]
         return heads.unflatten(0, (sharded.num_kv_heads, -1)).any(1)
 
 
 def _of_shard(seen: Tensor, sharded: ShardedPattern, rank: int) -> Tensor:
-    """`[G, S]`: the columns of seen `[G, T]` that a rank's shard holds, in local order."""
+    """Return the columns of seen `[G, T]` that a rank's shard holds, in local order: `[G, S]`."""
     with real_cpu_tensors():
         shard = seen.new_zeros((len(seen), sharded.tokens(rank)))
         for start, length, local in sharded.chunks(rank):
@@ -241,7 +241,7 @@ def _static_pieces(
 ) -> tuple[Piece, ...]:
     with real_cpu_tensors():
         if sharded.whole is not None:
-            # The tables on the device are shared by all heads.
+            # All heads share the tables on the device.
             found = _static_pieces(sharded.whole, queries_of, keys_of, device, by_chunk)
             found = tuple(x._replace(graph=_of_heads(x.graph, sharded)) for x in found)
             return tuple(piece for piece in found if not is_empty(piece.graph))

@@ -3,7 +3,7 @@
 On a mesh of two dimensions (HSDP), ranks along the last dimension hold different rows, and ranks
 along the first dimension hold copies.
 
-DTensor is slow to import, so it is used only if other code has imported it.
+DTensor is slow to import, so it is used only if other code has imported it already.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
-    """Whether this rank holds only some rows of the parameter."""
+    """Return whether this rank holds only some rows of the parameter."""
     library = sys.modules.get("torch.distributed.tensor")
     return library is not None and isinstance(parameter, library.DTensor)
 
@@ -30,7 +30,7 @@ def is_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
 def require_rows(name: str, parameter: Tensor) -> None:
     """Raise a ValueError for a DTensor that is not ``Shard(0)`` over the last mesh dimension.
 
-    It may be replicated over one dimension before the last.
+    Over one dimension before the last, the DTensor may be replicated.
     """
     if not is_sharded(parameter):
         return
@@ -46,24 +46,24 @@ def require_rows(name: str, parameter: Tensor) -> None:
 
 
 def holders(parameter: DTensor) -> list[int]:
-    """The ranks of the parameter's mesh."""
+    """Return the ranks of the parameter's mesh."""
     ranks: list[int] = parameter.device_mesh.mesh.flatten().tolist()
     return ranks
 
 
 def sharding_group(parameter: DTensor) -> ProcessGroup:
-    """The ranks that share the parameter's rows."""
+    """Return the ranks that share the parameter's rows."""
     return parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)
 
 
 def replicating_group(parameter: DTensor) -> ProcessGroup | None:
-    """The ranks of the parameter's mesh that hold copies of the same rows, or None."""
+    """Return the ranks of the parameter's mesh that hold copies of the same rows, or None."""
     mesh = parameter.device_mesh
     return mesh.get_group(0) if mesh.ndim > 1 else None
 
 
 def local_rows(parameter: DTensor) -> tuple[int, int]:
-    """First and end row of this rank's shard; rows are split as torch.chunk splits them."""
+    """Return the first and end row of this rank's shard; rows are split as by torch.chunk."""
     rows, group = parameter.shape[0], sharding_group(parameter)
     size = -(-rows // world_size(group))
     begin = min(size * rank_in(group), rows)
@@ -71,7 +71,7 @@ def local_rows(parameter: DTensor) -> tuple[int, int]:
 
 
 def local_shape(parameter: Tensor) -> torch.Size:
-    """Shape of this rank's shard, or of the whole parameter if it is not sharded."""
+    """Return the shape of this rank's shard, or of the parameter if it is not sharded."""
     if is_sharded(parameter):
         begin, end = local_rows(parameter)
         return torch.Size((end - begin, *parameter.shape[1:]))

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank holds. T is the number of tokens, P the number of ranks."""
+"""Layout: which tokens of a sequence each rank holds. T is the number of tokens, P of ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SHARDINGS = ("contiguous", "zigzag")
 
 @dataclass(frozen=True)
 class Layout:
-    """T tokens split into ranges, distributed over P ranks.
+    """T tokens that are split into ranges and distributed over P ranks.
 
-    "contiguous": P ranges, rank p holds range p. "zigzag": 2P ranges, rank p holds the ranges p
-    and 2P - 1 - p, which balances the work of causal attention. The sizes of ranges, and the
-    numbers of tokens per rank, differ by at most one; the longer ranges come first.
+    "contiguous": there are P ranges, and rank p holds range p. "zigzag": there are 2P ranges, and
+    rank p holds ranges p and 2P - 1 - p, which balances the work of causal attention. Sizes of
+    ranges, and numbers of tokens per rank, differ by at most one; the longer ranges come first.
 
     Args:
         num_tokens: T, at least P; P need not divide it.
@@ -48,18 +48,18 @@ class Layout:
             )
 
     def chunks(self, rank: int, length: int | None = None) -> tuple[Chunk, ...]:
-        """The ranges of a rank's tokens before `length`, in local order; adjacent ones merged."""
+        """Return the merged ranges of a rank's tokens before `length`, in local order."""
         return _chunks(self, rank, self.num_tokens if length is None else length)
 
     def local_length(self, rank: int, length: int | None = None) -> int:
-        """Number of tokens of a rank, or of its tokens before position `length` if given.
+        """Return the number of tokens of a rank, or of its tokens before position `length`.
 
-        In local order these tokens come first.
+        In local order, the tokens before `length` come first.
         """
         return sum(chunk.length for chunk in self.chunks(rank, length))
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
-        """`[T_p]`, int64: the position in the sequence of each token of a rank."""
+        """Return the position in the sequence of each token of a rank, `[T_p]`, int64."""
         ranges = [(c.start, c.start + c.length) for c in self.chunks(rank)]
         return torch.cat([torch.arange(*ends, device=device) for ends in ranges])
 

@@ -1,4 +1,4 @@
-"""The ranks of a job: which samples, and which tokens of them, each rank holds."""
+"""The ranks of a job: which samples, and which of their tokens, each rank holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..refusal import PrivateRefusal
 from . import collectives
 
 DATA, CONTEXT = "data", "context"
-# Names of mesh dimensions, with torchtitan's; over all data dimensions ranks have other samples.
+# Names of mesh dimensions, also torchtitan's. Ranks along data dimensions hold other samples.
 OF_DATA, OF_CONTEXT = (DATA, "dp_replicate", "dp_shard"), (CONTEXT, "cp")
 _T = TypeVar("_T")
 
@@ -49,8 +49,8 @@ class Ranks:
             )
         if mesh.size() != dist.get_world_size():
             raise ValueError(
-                f"mesh holds {mesh.size()} of {dist.get_world_size()} ranks: the gradients of "
-                "ranks outside of it would be missing from the release; make a mesh of all ranks"
+                f"mesh holds {mesh.size()} of {dist.get_world_size()} ranks: the gradients of the "
+                "other ranks would be missing from the release; make a mesh of all ranks"
             )
 
         def group(known: Sequence[str]) -> ProcessGroup | None:
@@ -113,7 +113,7 @@ class Ranks:
     def run_on_all(self, operation: str, action: Callable[[], _T]) -> _T:
         """Run an action that uses no collectives on every rank; raise on all if one rank raises.
 
-        The other ranks raise RankError, or PrivateRefusal if a rank's action raised one.
+        If a rank's action raises PrivateRefusal, the other ranks raise it too, else RankError.
         """
         self.agree(operation, {})
         failure: Exception | None = None
@@ -149,7 +149,7 @@ class Ranks:
 
 
 def _described(error: Exception) -> str:
-    """Text of an error for other ranks: begins with "!" for a private refusal, else with "-"."""
+    """Return an error's text for other ranks, after "!" for a `PrivateRefusal`, else after "-"."""
     return (
         f"!{error}" if isinstance(error, PrivateRefusal) else f"-{type(error).__name__}: {error}"
     )

@@ -54,7 +54,7 @@ _REMEDIES = {
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether a module is a model of transformers; does not import transformers."""
+    """Return whether a module is a model of transformers, without importing transformers."""
     loaded = sys.modules.get("transformers.modeling_utils")
     return loaded is not None and isinstance(module, loaded.PreTrainedModel)
 
@@ -67,7 +67,7 @@ def refusal(module: Any) -> str | None:
             f"of {', '.join(_FAMILIES)}; use one of them or dpflash.nn.LongContextLM"
         )
     if not module._can_set_attn_implementation():
-        return "its code never asks transformers' attention interface; use its base class instead"
+        return "its code does not use transformers' attention interface; use its base class"
     for part in (module.config, *module.modules()):
         if getattr(part, "is_causal", True) is False:
             return (
@@ -85,7 +85,7 @@ def refusal(module: Any) -> str | None:
 
 
 def attend_across(module: Any) -> None:
-    """Make a model of transformers process this rank's tokens, as its `context_parallel` says."""
+    """Make a model of transformers process this rank's tokens, see its `context_parallel`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -95,14 +95,14 @@ def attend_across(module: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """What the attention layers need to know about one forward of the model."""
+    """The facts about one forward of the model that its attention layers need."""
 
     context: Context  # the agreed sequence; with packed documents, all rows as one sequence
     tokens: int  # T
     documents: Documents | None  # documents of all rows joined; None if each row is one document
 
     def pattern(self, sliding_window: int | None) -> Pattern:
-        """The causal pattern of a layer; its window, if any, includes the query's own token."""
+        """Return the causal pattern of a layer; a window includes the query's own token."""
         inner = None
         if sliding_window is not None and sliding_window < self.tokens:
             inner = SlidingWindow(window=sliding_window - 1, causal=True)
@@ -112,7 +112,7 @@ class _Call:
 
 
 class _Entry:
-    """The hook before a model's forward."""
+    """The hook before a model's forward, which agrees with other ranks and passes a `_Call`."""
 
     def __init__(self) -> None:
         self._looked = False
@@ -160,10 +160,10 @@ class _Entry:
 
 
 def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a call by name; refuses arguments that cannot be used per rank."""
+    """Return the tensors of a call by name; refuse arguments that cannot be used per rank."""
     if len(args) > 1:
         raise ValueError(
-            "a model with context_parallel takes input_ids alone by position; pass the other "
+            "a model with context_parallel takes only input_ids by position; pass the other "
             "arguments by name"
         )
     given = {**kwargs, **dict(zip(("input_ids",), args, strict=False))}
@@ -208,21 +208,21 @@ def _require_embedded(module: Any, length: int) -> None:
     if wpe is not None and length > wpe.num_embeddings:
         raise PrivateRefusal(
             "input_ids have, over all ranks together, more positions than "
-            f"n_positions={wpe.num_embeddings}; shorten the sequence, and cut it by "
+            f"n_positions={wpe.num_embeddings}; shorten the sequence before "
             "model.context_parallel.shard",
             length=length,
         ) from None
 
 
 def _documents(positions: Tensor, rows: int) -> Documents | None:
-    """Documents in rows of positions `[B, T]`, or `[1, T]` for all rows; None if none restarts."""
+    """Return the documents in rows of positions `[B, T]` or `[1, T]`; None if no row restarts."""
     starts, restarts = positions.diff(dim=1) != 1, positions == positions.min()
     if not starts.any():
         return None
     if not (restarts[:, 0].all() and torch.equal(starts, restarts[:, 1:])):
         raise PrivateRefusal(
-            "position_ids with context_parallel: expected consecutive ones that restart at the "
-            "same value in each document; pass those of model.context_parallel.shard(batch)"
+            "position_ids with context_parallel: expected consecutive positions that restart at "
+            "the same value in each document; pass those of model.context_parallel.shard(batch)"
         ) from None
     borders = restarts.expand(rows, -1).flatten().nonzero()[:, 0].tolist()
     return Documents(cu_seqlens=[*borders, rows * positions.shape[1]], causal=True)

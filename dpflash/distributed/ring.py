@@ -85,30 +85,30 @@ class Ring(ShardedCall):
         return self.sharded.layout.world_size
 
     def before(self, step: int) -> int:
-        """The rank `step` places before this one."""
+        """Return the rank `step` ranks before this rank."""
         return (self.rank - step) % self.size
 
     def after(self, step: int) -> int:
-        """The rank `step` places after this one."""
+        """Return the rank `step` ranks after this rank."""
         return (self.rank + step) % self.size
 
     def needed(self, step: int, device: torch.device) -> NeededRows:
-        """The key rows that this rank receives in a step."""
+        """Return the key rows that this rank receives in a step."""
         return needed_rows(self.sharded, self.rank, self.before(step), device)
 
     def given(self, step: int, device: torch.device) -> NeededRows:
-        """The key rows that this rank sends in a step."""
+        """Return the key rows that this rank sends in a step."""
         return needed_rows(self.sharded, self.after(step), self.rank, device)
 
     def pieces(
         self, step: int, device: torch.device, runtime: TileGraph | None
     ) -> tuple[Piece, ...]:
-        """The (queries, keys) pieces to compute in a step."""
+        """Return the (queries, keys) pieces to compute in a step."""
         owner = self.before(step)
         return pieces(self.sharded, self.rank, owner, device, self.by_chunk, runtime)
 
     def fetch(self, step: int, k: Tensor, v: Tensor, phase: str) -> PendingExchange | None:
-        """Start the exchange of keys and values for a step; None after the last step."""
+        """Start the exchange of keys and values for a step; return None after the last step."""
         if step >= self.size:
             return None
         given, needed = self.given(step, k.device), self.needed(step, k.device)
@@ -123,7 +123,7 @@ class Ring(ShardedCall):
         )
 
     def receive(self, step: int, pending: PendingExchange | None) -> list[Tensor] | None:
-        """Wait for the keys and values `[B, G, S, D]` of a step; None if none are needed."""
+        """Wait for the keys and values `[B, G, S, D]` of a step; return None if not needed."""
         received = None if pending is None else pending.wait()
         if received is None:
             return None
@@ -150,7 +150,7 @@ class Ring(ShardedCall):
     def add_returned(
         self, step: int, pending: PendingExchange | None, own: Sequence[Tensor]
     ) -> None:
-        """Wait for the gradients that another rank returns and add them to `own`."""
+        """Wait for the gradients that another rank returns, and add them to `own`."""
         received = None if pending is None else pending.wait()
         if received is not None:
             given = self.given(step, own[0].device)

@@ -1,8 +1,8 @@
-"""Slices: which elements of each parameter's sum a rank owns, and the exchanges between owners.
+"""Slices: which elements of each parameter's sum a rank owns, and exchanges between owners.
 
-The owner of an element adds it up over the ranks and adds its noise. Each rank sends the other
-ranks the elements that they own, adds the elements that it receives in a fixed order, and draws
-noise for its own elements alone. The noisy elements are then sent to all ranks that need them.
+The owner of an element adds it up over the ranks and adds its noise. Each rank sends to the other
+ranks the elements that they own, adds up the elements that it receives in a fixed order, and draws
+noise for its own elements only. The noisy elements are then sent to all ranks that need them.
 
 Letters: P ranks of a group, B samples, n elements of a parameter.
 """
@@ -21,7 +21,7 @@ from .mesh import Ranks
 
 
 class Slices:
-    """How ranks divide the elements of each parameter.
+    """Divides the elements of each parameter over the ranks.
 
     The ranks of a context divide a parameter's elements into slices, and the ranks with other
     samples divide each of these slices again. If a parameter is sharded over one of these groups,
@@ -33,7 +33,7 @@ class Slices:
         self._scattered: dict[nn.Parameter, bool] = {}
 
     def is_scattered(self, parameter: nn.Parameter) -> bool:
-        """Whether it is sharded over the ranks with other samples, so each sums its own rows."""
+        """Return whether it is sharded over ranks with other samples: each sums its own rows."""
         if parameter not in self._scattered:
             self._scattered[parameter] = self.ranks.context is None and _is_over(
                 parameter, self.ranks.data
@@ -41,17 +41,17 @@ class Slices:
         return self._scattered[parameter]
 
     def of_context(self, parameter: nn.Parameter) -> list[slice]:
-        """The elements whose per-sample gradients each rank of the context adds up."""
+        """Return the elements whose per-sample gradients each rank of the context adds up."""
         return shares(parameter.numel(), self.ranks.context, _unit(parameter, self.ranks.context))
 
     def held(self, parameter: nn.Parameter) -> slice:
-        """The elements whose sums the clipping gates of this rank compute."""
+        """Return the elements whose sums the clipping gates of this rank compute."""
         if self.is_scattered(parameter):
             return self._rows(parameter)[self.ranks.data_rank]
         return self.of_context(parameter)[rank_in(self.ranks.context)]
 
     def owned(self, parameter: nn.Parameter) -> slice:
-        """The elements whose sums over all ranks this rank adds up and adds noise to."""
+        """Return the elements whose sums over all ranks this rank adds up and adds noise to."""
         held = self.held(parameter)
         if self.is_scattered(parameter):
             return held
@@ -61,7 +61,7 @@ class Slices:
     def scattered(
         self, totals: Mapping[nn.Parameter, Tensor], names: Sequence[object]
     ) -> dict[nn.Parameter, Tensor]:
-        """Reduce the whole sums of scattered parameters to this rank's rows of them."""
+        """Reduce the whole sums of scattered parameters to this rank's rows of the sums."""
         cuts = [self._rows(p) for p in totals]
         values = [total.reshape(1, -1) for total in totals.values()]
         assert self.ranks.data is not None
@@ -76,7 +76,7 @@ class Slices:
     def reduced(
         self, sums: Mapping[nn.Parameter, Tensor], names: Sequence[object] | None
     ) -> dict[nn.Parameter, Tensor]:
-        """Sum the held sums `[n]` over the ranks with other samples; return this rank's elements.
+        """Sum the sums `[n]` held by ranks with other samples; return this rank's elements.
 
         All sums have one dtype, which is kept. If nothing is sent, the given sums are returned.
         """
@@ -114,7 +114,7 @@ _SUMS = "sum of the clipped gradients over all samples"
 
 
 def shares(elements: int, group: ProcessGroup | None, unit: int = 1) -> list[slice]:
-    """Divide elements over ranks: equal runs of a multiple of `unit`, the last ones shorter."""
+    """Divide elements over ranks: equal runs of a multiple of `unit`; the last are shorter."""
     count = world_size(group)
     size = -(-elements // (unit * count)) * unit
     return [slice(min(r * size, elements), min((r + 1) * size, elements)) for r in range(count)]
@@ -164,7 +164,7 @@ def reduce_to_owners(
     size = sum(x.numel() for x in columns(own))
     lengths = [0 if r == own else size for r in range(1 + len(others))]
     received = all_to_all(sent, sizes, lengths, group, operation).view(len(others), size)
-    # A single row can be added to in place, since nothing else uses its memory.
+    # With one other rank, its row is added to in place, since nothing else uses its memory.
     total = received[0] if len(others) == 1 else received[0] + received[1]
     for row in received[2:]:
         total += row
@@ -184,15 +184,15 @@ def _require_alike(
             raise
         raise RuntimeError(
             "ranks exchanged gradients of different parameters, so nothing was released: "
-            "each of them must run the same layers in the same order, and use their outputs in "
-            "its losses (with weight 0 where it has nothing to add)"
+            "each rank must run the same layers in the same order, and use their outputs in its "
+            "losses (with weight 0 if it has nothing to add)"
         ) from None
 
 
 def _gathered(
     parts: Mapping[nn.Parameter, Tensor], lengths: Mapping[nn.Parameter, int], group: ProcessGroup
 ) -> dict[nn.Parameter, Tensor]:
-    """Join the parts of all ranks to whole parameters or slices of `lengths` elements."""
+    """Join the parts of all ranks to whole parameters, or to slices of `lengths` elements."""
     found: dict[nn.Parameter, Tensor] = {}
     parameters = list(parts)
     longest = [shares(lengths[p], group)[0].stop for p in parameters]
@@ -208,7 +208,7 @@ def _gathered(
 
 
 def _local(part: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Cut this rank's rows out of a release, in the shape of `.grad`."""
+    """Return this rank's rows of a release, in the shape of `.grad`."""
     if is_sharded(parameter) and part.numel() == parameter.numel():
         begin, end = local_rows(parameter)
         part = part.view(parameter.shape)[begin:end]
@@ -217,7 +217,7 @@ def _local(part: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 def _is_over(parameter: nn.Parameter, group: ProcessGroup | None) -> bool:
-    """Whether the parameter's rows are sharded over these ranks."""
+    """Return whether the parameter's rows are sharded over these ranks."""
     if group is None or not is_sharded(parameter):
         return False
     return ranks_of(sharding_group(parameter)) == ranks_of(group)

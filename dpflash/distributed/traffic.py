@@ -23,7 +23,7 @@ from .layout import Layout
 
 
 class _Speed(NamedTuple):
-    """Nominal speed of a rank's device and network; modes are chosen by ratios of these."""
+    """Nominal speed of a rank's device and network; only ratios matter for the choice of modes."""
 
     flops: float  # FLOP/s of attention kernels
     memory: float  # bytes/s, reads and writes together
@@ -41,7 +41,7 @@ _SPEEDS = {
 
 
 class Traffic(NamedTuple):
-    """Bytes that a rank sends in one call."""
+    """Numbers of bytes that a rank sends in one call."""
 
     forward: int
     backward: int
@@ -157,7 +157,7 @@ def cheapest_mode(call: ModeCall) -> str:
 
 @functools.lru_cache(maxsize=256)
 def mode_costs(call: ModeCall) -> tuple[ModeCost, ...]:
-    """Return the cost of each supported mode. It is equal on all ranks, so all choose one mode.
+    """Return the cost of each supported mode; it is equal on all ranks, so all choose one mode.
 
     Times of exchanges and kernels are added up, since measured rings overlap them little
     (PrimeIntellect-ai/prime-rl#2418: 64k tokens on 2 and 4 ranks, the ring 29% and 32% slower,
@@ -191,7 +191,7 @@ def mode_costs(call: ModeCall) -> tuple[ModeCost, ...]:
 
 
 def _most_steps(sharded: ShardedPattern) -> int:
-    """The largest number of other ranks whose keys one rank attends to."""
+    """Return the largest number of other ranks whose keys one rank attends to."""
     return max(
         sum(map(bool, rows[:rank] + rows[rank + 1 :]))
         for rank, (_, rows) in enumerate(shares(sharded))
@@ -199,7 +199,7 @@ def _most_steps(sharded: ShardedPattern) -> int:
 
 
 def describe_modes(calls: Iterable[tuple[ModeCall, str]]) -> str:
-    """Table of the costs of all supported modes of each call, for `PrivacyEngine.plan`."""
+    """Return a table of the costs of each call's supported modes, for `PrivacyEngine.plan`."""
     rows: list[tuple[str, ...]] = [
         ("attention", "mode", "MiB sent", "in backward", "GFLOP", "exchanges", "predicted ms")
     ]

@@ -30,7 +30,7 @@ from .traffic import heads_per_rank
 
 @dataclass(frozen=True, eq=False)
 class HeadExchange:
-    """All-to-all between a sharded sequence and sharded heads, of several tensors at once."""
+    """All-to-all of several tensors at once, between a sharded sequence and sharded heads."""
 
     sharded: ShardedPattern  # the pattern over the sharded sequence
     group: ProcessGroup  # the ranks that share the sequence
@@ -46,7 +46,7 @@ class HeadExchange:
         return self.heads if x.shape[1] == self.heads[-1].stop else self.kv_heads
 
     def to_heads(self, tensors: Sequence[Tensor], operation: str, phase: str) -> list[Tensor]:
-        """Exchange each `[B, H, T_p, ...]` for `[B, h, T, ...]`, in the sequence's order."""
+        """Exchange each `[B, H, T_p, ...]` for `[B, h, T, ...]`, in the order of the sequence."""
         heads = [self._heads_of(x) for x in tensors]
         counts = [own[self.rank].stop - own[self.rank].start for own in heads]
         ranks = range(len(self.heads))
@@ -93,7 +93,7 @@ class HeadExchange:
 
 
 class _ToHeads(torch.autograd.Function):
-    """`HeadExchange.to_heads` for q, k and v; every rank sends gradients of all three."""
+    """`HeadExchange.to_heads` for q, k and v; every rank sends the gradients of all three."""
 
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, *qkv: Tensor) -> tuple[Tensor, ...]:
@@ -165,7 +165,7 @@ class _OwnHeads(torch.autograd.Function):
 
 
 def _summed(terms: Tensor | None, x: Tensor | None) -> Tensor | None:
-    """The gradient of sinks or slopes x `[B, H]`, summed from terms `[B, H, T]`."""
+    """Return the gradient of sinks or slopes x `[B, H]`, summed from terms `[B, H, T]`."""
     return None if terms is None or x is None else terms.sum(2).to(x.dtype)
 
 

@@ -109,8 +109,8 @@ def _check_context(module: nn.Module, ranks: Ranks) -> None:
         if ranks.context is None or ranks_of(group) != ranks_of(ranks.context):
             raise ValueError(
                 f"module '{name}' is context parallel over {collectives.world_size(group)} ranks, "
-                "but the engine's mesh has no such dimension: each norm would be of one rank's "
-                "part of a sample. "
+                "but the engine's mesh has no such dimension: each norm would cover only one "
+                "rank's part of a sample. "
                 "Pass PrivacyEngine(mesh=...) the mesh with its 'context' dimension"
             )
     if ranks.context is not None and not is_context_parallel:
@@ -200,7 +200,7 @@ def synchronize_ranks(module: nn.Module, ranks: Ranks) -> None:
     for x in filter(is_sharded, tensors):
         copies = [replicating_group(x)]
         for group in (ranks.data, ranks.context):
-            # Ranks outside of the parameter's mesh hold the same rows in meshes of their own.
+            # Ranks outside of the parameter's mesh hold the same rows in their own meshes.
             if set(ranks_of(group)) & set(holders(x)) == {dist.get_rank()}:
                 copies.append(group)
         for group in copies:

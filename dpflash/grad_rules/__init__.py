@@ -22,8 +22,8 @@ from .torch_attention import PrivateTorchMultiheadAttention, PrivateTransformerE
 
 __all__ = ["ModuleContext", "PrivateModule", "block_rule_for", "rule_for"]
 
-# A rule replaces one forward and is looked up by that forward, so a subclass with its own forward
-# does not use the rule. A forward that cannot be imported here is listed under its full name.
+# A rule replaces one forward and is looked up by that forward, so it does not apply to a subclass
+# with its own forward. A forward that cannot be imported here is listed under its full name.
 RULES: dict[object, type[PrivateModule]] = {
     nn.Linear.forward: PrivateLinear,
     nn.Embedding.forward: PrivateEmbedding,
@@ -42,10 +42,10 @@ RULES: dict[object, type[PrivateModule]] = {
     "peft.tuners.trainable_tokens.layer.TrainableTokensLayer.forward": PrivateTrainableTokens,
 }
 
-# Modules without parameters of their own, around layers that have rules.
+# Modules without parameters of their own whose layers have rules.
 BLOCK_RULES: dict[object, type[PrivateModule]] = {
     "dpflash.nn.attention.MultiheadAttention.forward": PrivateMultiheadAttention,
-    # It may be that only the output projection is trained.
+    # Also needed if only the output projection is trained.
     nn.MultiheadAttention.forward: PrivateTorchMultiheadAttention,
     nn.TransformerEncoder.forward: PrivateTransformerEncoder,
     "transformers.models.t5.modeling_t5.T5Attention.forward": PrivateRelativeBias,

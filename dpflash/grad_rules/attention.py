@@ -1,9 +1,9 @@
-"""Self-attention with its projections as one node of autograd.
+"""Self-attention with its projections as one autograd node.
 
 The node's backward computes per-sample gradients of the output projection, runs the flash backward
 into one buffer of dq, dk and dv, and computes per-sample gradients of the input projection, sinks
-and slopes (those of input biases in the epilogue of the flash backward). Then the gates compute
-norms, clip and, at the end of a logical batch, add noise.
+and slopes (those of input biases in the epilogue of the flash backward). Then the clipping gates
+compute norms, clip and, at the end of a logical batch, add noise.
 
 Letters: B samples, H query heads, G key/value heads, T tokens, D head dim, E model dim.
 """
@@ -75,7 +75,7 @@ class _SelfAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        # There is a handle for each weight and bias, for sinks and for slopes, see `backward`.
+        # Each weight and bias, the sinks and the slopes have a handle, see `backward`.
         x, qkv_weight, qkv_bias, out_weight, out_bias, sinks, slopes, padding = inputs[:8]
         *_handles, qkv_slot, out_slot, heads, units = inputs[8:]
         qkv = heads.turn_(F.linear(x, qkv_weight, qkv_bias))
@@ -142,7 +142,7 @@ def _of_samples(terms: Tensor | None, units: Units | None) -> Tensor:
 
 
 class PrivateMultiheadAttention(PrivateModule):
-    """`dpflash.nn.MultiheadAttention` with its projections; one autograd node where possible."""
+    """`dpflash.nn.MultiheadAttention` with its projections, as one autograd node if possible."""
 
     def _output(
         self,
@@ -156,7 +156,7 @@ class PrivateMultiheadAttention(PrivateModule):
     ) -> Tensor:
         module: Any = self
         plain = module.pattern is None and module.sinks is None and module.alibi_slopes is None
-        # Score masks, tokens on other ranks, dropout and patterns chosen at run time need the
+        # Masks of scores, tokens on other ranks, dropout, and patterns chosen at run time need the
         # ordinary forward.
         masked = attn_mask is not None or (plain and key_padding_mask is not None)
         split = module.context_parallel is not None
@@ -169,7 +169,7 @@ class PrivateMultiheadAttention(PrivateModule):
                 "other documents; pass the batch's cu_seqlens to the module (LongContextLM takes "
                 "packed=batch)"
             )
-        # Rows of one unit do not attend to each other, but have one common gradient.
+        # The rows of a unit do not attend to each other, but have a common gradient.
         of_rows = units is not None
         ordinary = masked or split or dropped or chosen or of_rows or _in_float8(module)
         if ordinary or not _is_one_node(module):
@@ -219,7 +219,7 @@ class PrivateMultiheadAttention(PrivateModule):
 
 
 def _of_documents(child: Any, units: Units) -> Tensor | None:
-    """Return the sinks or slopes of each document's heads, and of padding last: `[U + 1, H]`."""
+    """Return the sinks or slopes of each document's heads, and last of padding: `[U + 1, H]`."""
     if child is None:
         return None
     numbers: Tensor = child.weight.detach().expand(units.size + 1, -1)
@@ -231,7 +231,7 @@ def _of_documents(child: Any, units: Units) -> Tensor | None:
 
 
 def _is_one_node(module: Any) -> bool:
-    """Return whether both projections are plain, trained and without hooks."""
+    """Return whether both projections are plain linear layers, trained, and without hooks."""
     if not module.self_attention or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     projections = (module.qkv_proj, module.out_proj)

@@ -1,4 +1,4 @@
-"""Base classes of private layers: handles on parameters, pickling."""
+"""Base classes of private layers: their handles on parameters, and how they are pickled."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from .float8 import Float8Weight
 
 @dataclass(frozen=True)
 class Slot:
-    """A gate and a position in it, for the saved pairs of a matrix parameter."""
+    """A clipping gate, and the position in it of a matrix parameter, for saved (x, dy) pairs."""
 
     gate: Gate
     position: int
 
 
 def taken(slot: Slot | None, x: Tensor, dy: Tensor, *, swapped: bool = False) -> Tensor | None:
-    """Pass a linear use to its gate, see `Gate.take_linear`; without a gate, return G."""
+    """Pass (x, dy) of a linear operation to its gate (`Gate.take_linear`); if none, return G."""
     if slot is None:
         return per_sample_grad(x, dy)
     return slot.gate.take_linear(slot.position, x, dy, swapped=swapped)
@@ -46,7 +46,7 @@ class ModuleContext:
     """Connects one module to the private backward of its model.
 
     Attributes:
-        backward: the private backward, shared by all modules of the model.
+        backward: the private backward, which all modules of the model share.
         name: dotted name in the model.
         slots: (group, position in the group) of each privately trained parameter.
         frozen: own parameters that were not trainable when the model was made private.
@@ -54,13 +54,13 @@ class ModuleContext:
         takes_documents: whether the rule supports units of tokens, but not units of whole rows.
         is_whole: whether the parameters of its children are its own, see `convert.is_whole`.
         float8: the weight in float8, for a linear layer that multiplies in float8.
-        has_positions: whether an embedding received indices [T] of another length than B.
-        longest: largest number of steps of the packed sequences that it received.
+        has_positions: whether an embedding received indices [T] whose length is not B.
+        longest: largest number of steps in the packed sequences that it received.
         places: "batch" or "positions" for each one-dimensional argument, by the call's structure
             and the argument's index in it.
-        left_out: the last empty cache that a call ran without.
+        left_out: the last empty cache without which a call was run.
         compared: the calls that were compared with a forward of the whole batch: the structure of
-            their arguments, and which arguments are of the batch.
+            their arguments, and which arguments belong to the batch.
     """
 
     backward: PrivateBackward
@@ -78,22 +78,22 @@ class ModuleContext:
     compared: set[Any] = field(default_factory=set)
 
     def note_positions(self) -> None:
-        """Note that an embedding received indices [T] of another length than B."""
+        """Note that an embedding received indices [T] whose length is not B."""
         self.has_positions = True
 
     def note_length(self, length: int) -> int:
-        """Note the steps of a packed sequence, and return the largest number so far."""
+        """Note the number of steps of a packed sequence; return the largest number so far."""
         self.longest = max(self.longest, length)
         return self.longest
 
     def note_left_out(self, cache: Any) -> bool:
-        """Note that a call runs without `cache`; return whether it is not the last such cache."""
+        """Note that a call runs without `cache`; return whether it was not the last such cache."""
         last, self.left_out = self.left_out, weakref.ref(cache)
         return last is None or last() is not cache
 
     @property
     def units(self) -> Units | None:
-        """The units, if samples are not rows and the rule supports that; None: it gets rows."""
+        """The units if samples are not rows and the rule supports units, else None (rows)."""
         units = self.backward.forward.units
         if units is None or self.takes_units or (self.takes_documents and not units.are_rows):
             return units
@@ -131,7 +131,7 @@ class ModuleContext:
         return x
 
     def check_sequences(self, x: Tensor, *, is_padded: bool = False) -> Tensor:
-        """Do as `check_batch` for a rule that takes one sequence per sample.
+        """Do the same as `check_batch`, for a rule that takes one sequence per sample.
 
         Raises:
             PrivateRefusal: x has several rows per sample in its first dimension.
@@ -153,7 +153,7 @@ class ModuleContext:
         """Restore the leading dimensions of a layer's input in its output y."""
         if self.units is not None:
             leading = tuple(given.shape[: given.ndim + 2 - y.ndim])
-            if self.units.are_rows and leading[0] == 1:  # shared by all rows
+            if self.units.are_rows and leading[0] == 1:  # all rows share the input
                 leading = (self.units.positions, *leading[1:])
             return y.reshape(*leading, *y.shape[2:])
         return y if given.shape[0] in (1, y.shape[0]) else y.flatten(0, 1)
@@ -175,13 +175,13 @@ class _OfPositions(torch.autograd.Function):
 
 
 def of_units(handle: Tensor, units: Units) -> Tensor:
-    """Return the handle of its unit for each position, `[N, ...]`."""
+    """Return, for each position, the handle of its unit: `[N, ...]`."""
     result: Tensor = _OfPositions.apply(handle, units)
     return result
 
 
 class Handles:
-    """The handles of a module in one forward."""
+    """The handles of a module in one forward, by the names of its parameters."""
 
     def __init__(self, module: PrivateModule, context: ModuleContext, batch_size: int):
         self._units = context.backward.forward.units if context.units is None else None
@@ -219,7 +219,7 @@ class Handles:
         return handle if self._units is None else of_units(handle, self._units)
 
     def dense(self, name: str) -> Tensor | None:
-        """Return the handle for a use that returns a gradient, see `Gate.register_dense`."""
+        """Return the handle for an operation that returns a gradient (`Gate.register_dense`)."""
         handle = self[name]
         if handle is not None and not self.compiling:
             group, position = self._slots[name]
@@ -241,11 +241,11 @@ class Handles:
             return handle
         parameter = self._parameters[name]
         assert parameter is not None
-        # Mixed precision gathers values in another dtype.
+        # With mixed precision, the gathered values have another dtype.
         return parameter.detach() + (handle - handle.detach()).to(parameter.dtype)
 
     def slot(self, name: str, shape: LinearShape) -> Slot | None:
-        """Return the slot in which a matrix parameter's use may save (x, dy), or None."""
+        """Return the slot in which an operation on a matrix parameter saves (x, dy), or None."""
         if self.compiling or name not in self._slots or self._units is not None:
             return None
         group, position = self._slots[name]
@@ -264,13 +264,13 @@ class CopiedPlain(nn.Module):
         return (_new if build is copyreg.__newobj__ else build, *rest)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
-        # The plain class may have its own __deepcopy__, as parametrized classes do. References to
-        # this module find the plain module in memo, and so the copy that is being made.
+        # The plain class may have its own __deepcopy__, as parametrized classes do. Through memo,
+        # references to this module lead to the plain module, and so to the copy in progress.
         return copy.deepcopy(memo.setdefault((CopiedPlain, id(self)), plain_copy(self)), memo)
 
 
 class PrivateModule(CopiedPlain):
-    """Base of the private layers. A module becomes private by a change of its class."""
+    """Base of the private layers. A module becomes private when its class is changed."""
 
     _dpflash: ModuleContext
     takes_units = False
@@ -287,7 +287,7 @@ class PrivateModule(CopiedPlain):
         return {name: p for name, p in self._parameters.items() if p is not None}
 
     def is_private_call(self) -> bool:
-        """Return whether this call can lead to gradients of own parameters."""
+        """Return whether this call can lead to gradients of the module's own parameters."""
         context = self._dpflash
         trainable = False
         for name, parameter in self.own_parameters().items():
@@ -320,14 +320,14 @@ class PrivateModule(CopiedPlain):
         raise ValueError(
             f"{described(self)} in a batch of packed documents: its rule computes no "
             "per-document gradients; freeze it with requires_grad_(False), or train with one "
-            "document a row"
+            "document per row"
         )
 
     def __prepare_scriptable__(self) -> NoReturn:
         refuse_recording(self._dpflash.name, "torch.jit.script", also="")
 
 
-# Objects of other types might keep tensors of one sample after the call, as a cache does.
+# Objects of other types might keep tensors of a sample after the call, as a cache does.
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
@@ -347,10 +347,10 @@ def described(module: PrivateModule) -> str:
 
 
 def refuse_without_tensor(module: PrivateModule) -> NoReturn:
-    """Refuse a call without a tensor from which the batch size can be inferred."""
+    """Refuse a call without a tensor from which the batch size could be inferred."""
     raise ValueError(
-        f"{described(module)} was called without a tensor, so its batch is unknown. Give it "
-        "the batch: forward(self, x) that returns x + self.weight, instead of self.weight alone; "
+        f"{described(module)} was called without a tensor, so its batch is unknown. Pass "
+        "the batch: its forward(self, x) can return x + self.weight, not self.weight alone; "
         "or freeze it with requires_grad_(False)"
     )
 
@@ -361,7 +361,7 @@ def plain_forward(module: nn.Module) -> Any:
 
 
 def name_of_forward(module: nn.Module) -> str:
-    """Return the full name of the forward of a module's class, which need not be importable."""
+    """Return the full name of the forward of a module's class, even if it cannot be imported."""
     forward = plain_forward(module)
     # A forward may be any callable, even one without a name.
     names = (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", ""))
@@ -378,7 +378,7 @@ def plain_copy(module: nn.Module) -> nn.Module:
 
 
 def copy_to_store_in(module: nn.Module) -> nn.Module:
-    """Return a copy for a forward that stores tensors, so that no later batch sees them."""
+    """Return a copy for a forward that stores tensors, so that later batches do not see them."""
     made, copies = plain_copy(module), dict[int, Any]()
     for name, value in made.__dict__.items():
         if name not in OF_TORCH:
@@ -387,7 +387,7 @@ def copy_to_store_in(module: nn.Module) -> nn.Module:
 
 
 def stored(module: nn.Module, own_copy: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of attributes and buffers set in a copy of `copy_to_store_in`."""
+    """Yield (name, value) of attributes and buffers that were set in such a copy of `module`."""
     before = _contents(module)
     for name, content in _contents(own_copy).items():
         if content != before.get(name):

@@ -13,7 +13,7 @@ from ..clipping.forward import ALL_ROWS
 from ..refusal import PrivateRefusal
 from .base import ModuleContext, name_of_forward, plain_forward
 
-# Layers below these get inputs in the same layout; attention transposes its inputs itself.
+# Layers inside these get inputs in the same layout; attention transposes its inputs itself.
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 # Attention that transposes [B, T, E] before its projections, by the name of its forward.
@@ -21,14 +21,14 @@ _TURNING = (
     "transformers.models.longformer.modeling_longformer.LongformerSelfAttention.forward",
     "transformers.models.led.modeling_led.LEDEncoderSelfAttention.forward",
 )
-# Forwards that treat tokens one by one, in any order of the dimensions before the last ones.
+# Forwards that treat tokens one by one, whatever the order of the leading dimensions.
 _OF_TOKENS = (nn.Linear.forward, nn.LayerNorm.forward, nn.RMSNorm.forward)
 
 
 def batch_second(model: nn.Module) -> set[int]:
-    """Return the ids of the modules of a model whose first input is [T, B, ...].
+    """Return the ids of a model's modules whose first input is [T, B, ...].
 
-    These are modules with ``batch_first=False``, and the linear layers and norms inside of torch's
+    These are modules with ``batch_first=False``, and the linear layers and norms inside torch's
     transformer layers, stacks of these layers, and attention that transposes its input.
     """
     found: set[int] = set()
@@ -60,8 +60,8 @@ def samples_first(context: ModuleContext, x: Tensor) -> Tensor:
     """Transpose x [T, B, ...] to [B, T, ...].
 
     Raises:
-        PrivateRefusal: B is not the model's batch size: layers before this one had another first
-            dimension, or B is not the first dimension of any tensor that was passed to the model.
+        PrivateRefusal: B is not the model's batch size: the first dimension in earlier layers
+            differed, or B is not the first dimension of any tensor that was passed to the model.
     """
     forward = context.backward.forward
     size, known = x.shape[1], forward.known_batch_size()
@@ -72,17 +72,17 @@ def samples_first(context: ModuleContext, x: Tensor) -> Tensor:
         return x.transpose(0, 1)
     raise PrivateRefusal(
         f"module '{context.name}' has batch_first=False, so the second dimension of its input is "
-        "the batch, but layers before it had another one, or no tensor that the model got has as "
-        "many entries in its first dimension. Build it with batch_first=True; or give the model, "
-        "and all other layers, inputs whose first dimension is the batch, and transpose those of "
-        f"this module. {ALL_ROWS}",
+        "the batch, but layers before it had another batch size, or no tensor that the model "
+        "got has as many entries in its first dimension. Build it with batch_first=True; or "
+        "give the model, and all other layers, inputs whose first dimension is the batch, and "
+        f"transpose the inputs of this module. {ALL_ROWS}",
         shape=tuple(x.shape),
         known=known,
     ) from None
 
 
 class BatchSecond(nn.Module):
-    """A base class before a layer's rule, with which the layer takes and returns [T, B, ...]."""
+    """Base class before a layer's rule, with which the layer takes and returns [T, B, ...]."""
 
     _dpflash: ModuleContext
 

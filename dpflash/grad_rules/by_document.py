@@ -25,12 +25,12 @@ def by_document(
     """Run a module on each document's part of its inputs, and join the outputs.
 
     A document of several rows needs a call for each row, since its rows do not see each other.
-    Padding also runs through the module, without a gradient for parameters.
+    Padding also runs through the module, but gives parameters no gradient.
 
     Args:
         call: (parameters by name, inputs) -> outputs; these parameters replace the module's own.
         parameters: parameters of each document, `[U, ...]`.
-        inputs: its tensors are `[R, T, ...]` or `[N, ...]`; `call` gets the part of a document,
+        inputs: its tensors are `[R, T, ...]` or `[N, ...]`; `call` gets a document's part of them,
             `[1, n, ...]` or `[n, ...]`.
         units: the documents.
         name: name of the module, for messages.
@@ -82,5 +82,5 @@ def _joined(parts: Sequence[Tensor], counts: list[int], units: Units, name: str)
     raise ValueError(
         f"module '{name}' returned a tensor without one entry for each token of a document, so "
         "outputs of packed documents cannot be joined; freeze it with requires_grad_(False), or "
-        "train with one document a row"
+        "train with one document per row"
     )

@@ -51,24 +51,24 @@ class Layer(NamedTuple):
 
     name: str  # dotted, "" for the model itself
     module: nn.Module
-    own: dict[str, nn.Parameter]  # its parameters that no layer below it has too
+    own: dict[str, nn.Parameter]  # its parameters, except those of layers below it
 
     @property
     def rule(self) -> type[PrivateModule] | None:
-        """The class that makes the module private; None if it does not change."""
+        """The class that makes the module private; None if the module stays as it is."""
         trained = any(p.requires_grad for p in self.own.values())
         return rule_for(self.module) if trained else block_rule_for(self.module)
 
 
 def check_model(model: nn.Module) -> list[Layer]:
-    """Refuse a model that cannot be trained privately; name the module.
+    """Refuse a model that cannot be trained privately; the message names the module.
 
     Returns:
         The model's layers.
 
     Raises:
-        ValueError: a module mixes samples, no rule covers a trainable parameter, or a forward on
-            the object replaces the forward of the model's class.
+        ValueError: a module mixes samples, no rule covers a trainable parameter, or a forward that
+            was set on the object replaces the forward of the model's class.
     """
     if "forward" in vars(model) and not _was_compiled(model) and not _is_scripted(model):
         raise ValueError(
@@ -84,7 +84,7 @@ def check_model(model: nn.Module) -> list[Layer]:
 
 
 def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> None:
-    """Do as `check_model` for one module; `is_inside`: a layer above it owns its parameters."""
+    """Do as `check_model` for a module; `is_inside`: a layer above it owns its parameters."""
     if isinstance(module, PrivateModule):
         raise ValueError(f"module '{name}' is private already; call engine.detach(model) first")
     if type(module).__name__.startswith("GradSampleModule"):
@@ -146,7 +146,7 @@ def _was_compiled(module: nn.Module) -> bool:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Refuse modules below the model that torch.compile runs."""
+    """Refuse modules below the model that torch.compile has compiled."""
     for name, module in model.named_modules():
         if module is not model and (module._compiled_call_impl or _was_compiled(module)):
             _refuse_compiled(name, module)
@@ -162,7 +162,7 @@ def _refuse_compiled(name: str, module: nn.Module) -> None:
 
 
 def _check_computed(name: str, module: nn.Module) -> None:
-    """Refuse parameters that a hook computes before each forward, which no rule covers."""
+    """Refuse parameters that a hook computes before each forward: no rule covers them."""
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, BasePruningMethod):
             way, key = "prune.remove", hook._tensor_name
@@ -211,7 +211,7 @@ def _torch_kind(module: nn.Module) -> str:
 
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a module that no layer below it has too, or all if it `is_whole`.
+    """Return a module's parameters, except those of layers below it; all of them if `is_whole`.
 
     A parameter of both, such as `decoder.bias` in BERT's head, belongs to the layer below. If the
     module itself uses it, its gradient is not a clipped sum, and the step refuses the release.
@@ -288,12 +288,12 @@ def _check_parametrized(name: str, module: nn.Module) -> None:
 
 
 def is_whole(module: nn.Module) -> bool:
-    """Return whether a module owns the parameters below it: an adapter, a computed weight."""
+    """Return whether a module (adapter, computed weight) owns the parameters below it."""
     return is_adapter(module) or parametrize.is_parametrized(module)
 
 
 def parts_of_layers(model: nn.Module) -> set[nn.Module]:
-    """Return modules whose parameters a layer above owns: in adapters, in parametrizations."""
+    """Return the modules whose parameters an adapter or parametrized layer above them owns."""
     parts: set[nn.Module] = set()
     for module in model.modules():
         if is_adapter(module):
@@ -315,7 +315,7 @@ def layers_of(model: nn.Module, parts: Collection[nn.Module] | None = None) -> l
 
 
 def untraceable(layers: Iterable[Layer]) -> str | None:
-    """Name the first layer whose private forward torch.compile cannot trace; else None."""
+    """Return the name of the first layer that torch.compile cannot trace privately, or None."""
     for layer in layers:
         rule = layer.rule
         if rule is not None and issubclass(rule, (PrivateOwner, PrivateParametrized)):
@@ -329,13 +329,13 @@ def attach(
     backward: PrivateBackward,
     float8: Collection[str] = (),
 ) -> None:
-    """Swap the class of every layer that holds trainable parameters for its private one.
+    """Change the class of every layer that holds trainable parameters to its private class.
 
     Objects, parameters, buffers and state_dict keys stay the same.
 
     Args:
         model, layers: the model, and its layers from `check_model`.
-        backward: the private backward that the layers take part in.
+        backward: the private backward of the layers.
         float8: names of the linear layers that multiply in float8, trained or frozen.
     """
     second = batch_second(model)
@@ -376,7 +376,7 @@ def detach(model: nn.Module) -> None:
 
 @contextmanager
 def plain_layers(model: nn.Module) -> Iterator[None]:
-    """Give the layers their original classes inside the block."""
+    """In the body, the layers have their original classes."""
     held = [(m, type(m), m._dpflash) for m in model.modules() if isinstance(m, PrivateModule)]
     detach(model)
     try:
@@ -393,7 +393,7 @@ def make_groups(
     clipping: str,
     bounds: Bounds | None = None,
 ) -> list[Group]:
-    """Return the clipping groups of a kind of clipping; bounds are equal if none are given."""
+    """Return the groups for `clipping`; their bounds are equal unless `bounds` are given."""
     if clipping == "flat":
         return flat_groups(trained)
     wanted = {id(p) for p in trained}

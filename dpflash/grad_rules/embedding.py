@@ -1,7 +1,7 @@
 """Rule for look-up tables: nn.Embedding, trained or frozen.
 
-A sample with an index outside of the table gets NaN, so that it contributes zero. An error instead
-would depend on one private entry, and on a GPU it would end the process.
+A sample with an index outside of the table gets NaN, so that it contributes zero. An error would
+depend on a single private entry, and would end the process on a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def inside(indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 def nan_outside(y: Tensor, outside: Tensor, forward: PrivateForward) -> Tensor:
     """Set rows `[..., E]` of a table to NaN if their index `[...]` was outside of the table.
 
-    Packed documents keep row 0 instead: attention would pass NaN to other documents (0 * NaN).
+    In packed documents row 0 stays instead: attention would pass NaN to other documents (0 * NaN).
     """
     units = forward.units
     if units is not None and not units.are_rows:
@@ -83,7 +83,7 @@ def look_up(
     slot: Slot | None,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Return rows `[B, T, E]` of a table with this handle and slot, at indices `[B, T]`."""
+    """Return the rows `[B, T, E]` of a table at indices `[B, T]`; see `Handles` for the handle."""
     if handle is None:
         return F.embedding(indices, weight, padding_idx)
     result: Tensor = _Embedding.apply(indices, weight, handle, slot, padding_idx)
@@ -91,10 +91,10 @@ def look_up(
 
 
 class Tables(TorchFunctionMode):
-    """A context in which indices outside of a table raise no error.
+    """In this context, indices outside of a table raise no error.
 
     Args:
-        forward: forward of a private model, see `nan_outside`; None to replace the indices by 0.
+        forward: forward of a private model, see `nan_outside`. With None, indices become 0.
     """
 
     def __init__(self, forward: PrivateForward | None = None) -> None:
@@ -114,7 +114,7 @@ class Tables(TorchFunctionMode):
 
 
 def padding_rows(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Return the row of `padding_idx` of each table in a plain model that no other layer uses."""
+    """Return the `padding_idx` row of each table of a plain model that no other layer uses."""
     uses: dict[nn.Parameter, set[int | None]] = {}
     for module in model.modules():
         row = None
@@ -127,10 +127,10 @@ def padding_rows(model: nn.Module) -> dict[nn.Parameter, int]:
 
 
 class FrozenTable(PrivateModule):
-    """A table that is not trained, whose class has a forward of its own."""
+    """A table that is not trained and whose class has its own forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.is_private_call()  # Raises if parameters were frozen at make_private and are not now.
+        self.is_private_call()  # Raises if a parameter was frozen at make_private but is not now.
         with Tables(self._dpflash.backward.forward):
             return super().forward(*args, **kwargs)
 
@@ -149,7 +149,7 @@ class PrivateEmbedding(PrivateModule):
         indices = input
         if indices.ndim == 1 and (context.units is None or context.units.are_rows):
             indices = self._one_dimensional(indices)
-        given = indices.unsqueeze(-1)  # as its output
+        given = indices.unsqueeze(-1)  # has as many dimensions as the output
         are_samples = context.backward.forward.has_samples_in(indices)
         indices = context.check_batch(indices)
         samples = context.samples_of(indices)
@@ -171,7 +171,7 @@ class PrivateEmbedding(PrivateModule):
         return context.as_given(y, given)
 
     def _one_dimensional(self, indices: Tensor) -> Tensor:
-        """Return positions [T] as [1, T]; if T = B, only an earlier T tells them from [B]."""
+        """Return positions [T] as [1, T]; if T = B, only an earlier length tells them from [B]."""
         context = self._dpflash
         length = indices.shape[0]
         known = context.backward.forward.known_batch_size()
@@ -185,10 +185,10 @@ class PrivateEmbedding(PrivateModule):
         if context.has_positions:
             return indices.unsqueeze(0)
         raise PrivateRefusal(
-            f"indices of embedding '{self._dpflash.name}' have one dimension, which may be "
-            "one index for each sample or positions shared by all (or torch.unique values of the "
-            "batch: look up the batch itself). Write "
-            "embedding(indices[:, None]).squeeze(1) for the former, "
-            "embedding(indices.expand(B, -1)) for the latter",
+            f"indices of embedding '{self._dpflash.name}' have one dimension, which may be one "
+            "index for each sample, or positions that all samples share (or torch.unique values "
+            "of the batch: look up the batch itself). Write embedding(indices[:, "
+            "None]).squeeze(1) for one index per sample, or embedding(indices.expand(B, -1)) "
+            "for positions",
             length=length,
         ) from None

@@ -2,7 +2,7 @@
 
 The pairs (token, expert) are sorted by the token's sample and, within a sample, by expert. The
 pairs of one sample and one expert are a segment, and products are computed segment by segment. So
-the rounding of a sample's numbers depends on its own tokens alone, and its gradient for an expert
+the rounding of a sample's numbers depends only on its own tokens, and its gradient for an expert
 is dy^T x over one segment.
 
 Letters: B samples, T tokens of a sample, K experts of a token, N experts, S = B T K pairs,
@@ -34,10 +34,10 @@ class Routing:
     Attributes:
         batch_size: B.
         experts: N.
-        order: `[S]`, the index of the pair at each sorted place.
-        inverse: `[S]`, the sorted place of each pair.
-        segments: (sample, expert, first place, end) of each segment, in order. Segments of tokens
-            that belong to no sample come last, with sample number B.
+        order: `[S]`, the index of the pair at each sorted position.
+        inverse: `[S]`, the sorted position of each pair.
+        segments: (sample, expert, first position, end) of each segment, in order. Segments of
+            tokens that belong to no sample come last, with sample number B.
         units: the samples if they are packed documents, else None.
     """
 
@@ -88,7 +88,7 @@ class _Sorted(torch.autograd.Function):
 
 
 class ExpertsUse:
-    """G_i of the experts' weights, one segment at a time; see `clipping.deferred.TiledUse`.
+    """Computes G_i of the experts' weights by segments; see `clipping.deferred.TiledUse`.
 
     Args:
         x: `[S, I]`, sorted.
@@ -114,7 +114,7 @@ class ExpertsUse:
         return tuple(t.reshape(self.batch_size, pairs, t.shape[1]) for t in self._given)
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """Yield one tile for each (sample, expert) with tokens; elsewhere G is 0."""
+        """Yield one tile for each (sample, expert) with tokens; G is 0 elsewhere."""
         tiles = [
             (slice(sample, sample + 1), slice(expert, expert + 1))
             for sample, expert, _, _ in self._routing.of_samples()
@@ -122,7 +122,7 @@ class ExpertsUse:
         yield from tiles or [(slice(0, 0), slice(0, 1))]
 
     def grad(self, samples: slice, rows: slice) -> Tensor:
-        """Return G `[samples, experts, O, I]`."""
+        """Return G `[samples, experts, O, I]` of these samples and experts."""
         first, last = samples.start or 0, samples.stop
         lowest, highest = rows.start or 0, rows.stop
         dtype = torch.promote_types(self._dy.dtype, torch.float32)
@@ -190,7 +190,7 @@ class _Projection(torch.autograd.Function):
 
 
 class PrivateExperts(PrivateModule):
-    """Experts for hidden states `[B T, I]`, chosen by a router; see `is_experts`.
+    """Experts for hidden states `[B T, I]`, which a router chooses; see `is_experts`.
 
     Frozen experts also run segment by segment, so that no sample's rounding depends on others.
     """
@@ -219,8 +219,8 @@ class PrivateExperts(PrivateModule):
         of_rows = 1 if context.units is not None else max(1, batch)
         if len(tokens) // of_rows * of_rows != len(chosen) or weights.shape != chosen.shape:
             raise PrivateRefusal(
-                f"module '{self._dpflash.name}' got hidden states, experts and weights of which "
-                "some lack tokens of the batch: expected [B T, I], [B T, K] and [B T, K]",
+                f"module '{self._dpflash.name}' got hidden states, expert indices and weights, "
+                "some of which lack tokens of the batch: expected [B T, I], [B T, K] and [B T, K]",
                 shapes=[tuple(x.shape) for x in (hidden_states, top_k_index, top_k_weights)],
                 batch_size=batch,
             ) from None
@@ -258,7 +258,7 @@ class PrivateExperts(PrivateModule):
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether a module is transformers' experts, with a forward of its registry."""
+    """Return whether a module is transformers' experts, with a forward from its registry."""
     forward = plain_forward(module)
     where = getattr(forward, "__globals__", {}).get("__name__")
     return where == "transformers.integrations.moe" and hasattr(module, "is_transposed")

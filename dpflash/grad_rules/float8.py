@@ -16,7 +16,7 @@ from dpflash.kernels import scaled_rows
 
 
 class Float8Weight:
-    """Both casts of one weight: for y and for dx.
+    """Casts one weight to float8 twice: for y and for dx.
 
     The casts are kept for the microbatches of one logical batch, during which weights do not
     change. All other calls cast again, since fused optimizers, weight averages and merges of
@@ -33,7 +33,7 @@ class Float8Weight:
         self._casts: tuple[Tensor, ...] = ()
 
     def casts(self, weight: Tensor, logical_batch: int | None) -> tuple[Tensor, ...]:
-        """Return values and scales of W `[O, I]`, for y, then values and scales of W^T, for dx.
+        """Return values and scales of W `[O, I]`, for y, and values and scales of W^T, for dx.
 
         Args:
             weight: the parameter.

@@ -1,8 +1,8 @@
-"""Replaces or refuses torch functions that would be wrong in a module that runs under vmap.
+"""Replaces or refuses torch functions whose results would be wrong in a module under vmap.
 
-vmap stacks the tables of all samples and looks up in the stack, in which `padding_idx` is a row of
-the first sample's table. Under vmap all tensors have requires_grad=False. So attention chooses a
-kernel without a gradient for its mask, and code does not register its hooks.
+vmap stacks the tables of all samples and looks up in the stack, so `padding_idx` would be a row of
+the first sample's table. Under vmap all tensors have requires_grad=False: attention would choose a
+kernel without a gradient for its mask, and code would not register its hooks.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def _is_wrapped(x: Any) -> bool:
 
 
 class PerSampleFunctions(TorchFunctionMode):
-    """Replaces some torch functions, or refuses them, while a module runs under vmap.
+    """Replaces or refuses some torch functions while a module runs under vmap.
 
     The row of `padding_idx` gets no gradient in any sample. Attention has a gradient for its mask.
     Hooks on gradients, which would be lost, raise RuntimeError. Options without a rule
-    (`max_norm`, `scale_grad_by_freq`, `sparse`) raise ValueError. Look-ups inside of a scripted
+    (`max_norm`, `scale_grad_by_freq`, `sparse`) raise ValueError. Look-ups inside a scripted
     function are not detected.
     """
 
@@ -64,7 +64,7 @@ class PerSampleFunctions(TorchFunctionMode):
         if func in _HOOKS and _is_wrapped(args[0]):
             raise RuntimeError(
                 f"module '{self._name}' registers a hook on the gradient of a tensor, which is "
-                "lost where a module runs sample by sample; change the gradient by a "
+                "lost if a module runs sample by sample; change the gradient by a "
                 "torch.autograd.Function, or in a module without parameters of its own"
             )
         if func is F.scaled_dot_product_attention and any(
@@ -87,7 +87,7 @@ class PerSampleFunctions(TorchFunctionMode):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Tensor:
-        """Replace `torch.embedding`, for which a negative padding_idx means no padding."""
+        """Replace `torch.embedding`, in which a negative padding_idx means no padding."""
         self._refuse({"scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse})
         return self._rows(weight, indices, None if padding_idx < 0 else padding_idx)
 

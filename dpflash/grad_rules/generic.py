@@ -1,6 +1,6 @@
 """Rule for all other leaf layers: each sample runs with its own copy of the parameters.
 
-Under vmap over samples the handles [B, ...] replace the parameters, and autograd's gradients for
+Under vmap over samples, the handles [B, ...] replace the parameters, and autograd's gradients for
 the handles are per-sample gradients. The rule is as slow as vmap; common layers have own rules.
 """
 
@@ -38,7 +38,7 @@ from .by_document import by_document
 from .functions import PerSampleFunctions
 from .output_shapes import OutputShapes, map_tensors
 
-# Relative to a row's norm. Tensor cores round products of float32 to 10 bits.
+# Allowed difference relative to a row's norm: tensor cores round float32 operands to 10 bits.
 _ROUNDING = 0.01
 _MIXES = (
     "{} gives a sample alone another result than in a batch, so nothing was released: its forward "
@@ -211,8 +211,8 @@ class PrivateLeaf(PrivateModule):
         self._dpflash.compared.add(mode)
 
     def _writes_parameters(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
-        """Return whether a forward changes its parameters; of samples it reads shapes alone."""
-        # Runs with other values: a mask or a limit on norms would not change the current ones.
+        """Return whether a forward changes its parameters; it reads only the samples' shapes."""
+        # Runs with other values: a mask or a limit on norms might not change the current values.
         own = {
             n: x.detach() + 1e4 if x.is_floating_point() else x.detach()
             for n, x in self.own_parameters().items()
@@ -225,7 +225,7 @@ class PrivateLeaf(PrivateModule):
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
-        """Restore the buffers that a forward in the block writes in place."""
+        """Restore the buffers that a forward in the body writes in place."""
         held = [(x, x.clone()) for x in self._buffers.values() if x is not None]
         try:
             yield
@@ -255,7 +255,7 @@ class PrivateLeaf(PrivateModule):
         return found
 
     def _parameters_of(self, batch_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return (detached parameters, handles of those that are trained), by name."""
+        """Return (detached parameters, handles of the trained parameters), by name."""
         own = self.own_parameters()
         handles = self.private_handles(batch_size)
         shared = {n: p.detach() for n, p in own.items()}
@@ -303,7 +303,7 @@ def _is_mixed(outputs: Any, expected: Any) -> bool:
         both = (one == two) | one.isnan() & two.isnan()
         apart = (one - two).masked_fill(both, 0.0).norm(dim=1)
         allowed = max(tolerance({found.dtype}), _ROUNDING) * two.norm(dim=1)
-        # Also counts NaN: a single sample has no variance, for example.
+        # NaN counts as a difference: a single sample has no variance, for example.
         if int((~(apart <= allowed)).sum()) * 2 > len(found):
             return True
     return False

@@ -1,4 +1,4 @@
-"""Rule for linear layers: nn.Linear and Hugging Face's Conv1D (W transposed)."""
+"""Rule for linear layers: nn.Linear and Hugging Face's Conv1D, whose W is transposed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Linear(torch.autograd.Function):
 
 
 def bias_grad(dy: Tensor, units: Units | None) -> Tensor:
-    """Return the bias' gradient of each sample, `[B, O]`."""
+    """Return the bias gradient of each sample, `[B, O]`."""
     return per_sample_bias_grad(dy) if units is None else units.summed(dy[0])
 
 
@@ -78,7 +78,7 @@ class PrivateLinear(PrivateModule):
     takes_units = True
     _transposed = False
 
-    # Arguments have the names of the plain layers, which may be called by keyword.
+    # Arguments have the names of the plain layers' arguments, since calls may use keywords.
     def forward(self, input: Tensor) -> Tensor:
         casts = self._casts(input)
         if not self.is_private_call():
@@ -87,7 +87,7 @@ class PrivateLinear(PrivateModule):
         if x.ndim == 1:
             raise PrivateRefusal(
                 f"input of module '{self._dpflash.name}' has no batch; a private linear layer "
-                "needs it first: [B, ..., features]; make one call of all rows"
+                "needs the batch first: [B, ..., features]; make one call of all rows"
             ) from None
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         assert weight is not None
@@ -120,7 +120,7 @@ class PrivateLinear(PrivateModule):
         if not torch.compiler.is_compiling() and is_in_transform():
             return ()
         if (autocast_dtype(x) or x.dtype) != (autocast_dtype(weight) or weight.dtype):
-            return ()  # torch's own product refuses them
+            return ()  # torch's own product refuses different dtypes
         if torch.compiler.is_compiling():  # guards on the step would cause recompilation
             return context.float8.casts(weight, None)
         step = context.backward.step
@@ -129,7 +129,7 @@ class PrivateLinear(PrivateModule):
         return context.float8.casts(weight, step.releases if is_open else None)
 
     def _ungated(self, x: Tensor, casts: tuple[Tensor, ...]) -> Tensor:
-        """Compute the products without gradients of parameters: in evaluation, or if frozen."""
+        """Compute the products without parameter gradients: in evaluation, or if frozen."""
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         x = x.to(autocast_dtype(x) or x.dtype)
         added = bias if bias is None else bias.detach().to(x.dtype)

@@ -1,7 +1,7 @@
 """A linear head with its cross-entropy, in chunks of tokens: logits [B, T, V] are never stored.
 
-The forward saves two numbers per token. The backward recomputes the logits' gradient chunk by
-chunk: dlogits = scale (softmax(x W^T + b) - onehot(targets)).
+The forward saves two numbers per token. The backward recomputes the logits' gradient by chunks:
+dlogits = scale (softmax(x W^T + b) - onehot(targets)).
 
 Letters: B samples, T tokens, E model dim, V classes.
 """
@@ -29,20 +29,20 @@ from .linear import PrivateLinear
 
 # Elements of the logits held at once: 64 MiB in fp32.
 _CHUNK_ELEMENTS = 1 << 24
-# Tokens per tile of the weight's gradient; with more, a tile has too few rows for a fast product.
+# Tokens per tile of the weight gradient; with more, a tile has too few rows for a fast product.
 _TILE_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class Head:
-    """Saved tensors of the forward, from which the backward recomputes the rest.
+    """Tensors that the forward saves, from which the backward recomputes the logits' gradient.
 
     Attributes:
         x: [B, T, E].
         weight, bias: [V, E] and [V] or None, in x's dtype.
         targets: [B, T], int64; targets outside of 0..V-1 have scale 0.
         lse: [B, T], fp32 or wider, log-sum-exp of the logits.
-        scale: [B, T], derivative of the loss by each token's loss; 0 for ignored targets.
+        scale: [B, T], derivative of the loss with respect to each token's loss; 0 if ignored.
         chunk_tokens: number of rows of V logits in memory at once.
     """
 
@@ -67,7 +67,7 @@ class Head:
         return self.scale, self.x, self.targets, self.lse
 
     def in_one_row(self) -> Head:
-        """Return a head of the same tokens in one row, `[1, B T]`."""
+        """Return the head with the same tokens in a single row, `[1, B T]`."""
         tensors = (self.x, self.targets, self.lse, self.scale)
         x, targets, lse, scale = (t.flatten(0, 1).unsqueeze(0) for t in tensors)
         return replace(self, x=x, targets=targets, lse=lse, scale=scale)
@@ -87,7 +87,7 @@ class Head:
     def gradients(
         self, *, x: bool, weight: bool, bias: bool, per_sample: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the needed gradients, else None; with `per_sample`, weight and bias [B, ...]."""
+        """Return requested gradients or None; with `per_sample`, of weight and bias [B, ...]."""
         batch, classes = self.x.shape[0], self.weight.shape[0]
         leading = (batch,) if per_sample else ()
         dx = torch.empty_like(self.x) if x else None
@@ -138,7 +138,7 @@ class UnitsHead:
     """The gradients of a head whose samples are units; see `TiledUse`.
 
     Args:
-        head: a head of `[1, n]` tokens, those of all units.
+        head: a head with the `[1, n]` tokens of all units.
         units: the samples.
     """
 
@@ -167,7 +167,7 @@ class UnitsHead:
         )
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """See `TiledUse`; yields the tiles of one unit after the other."""
+        """See `TiledUse`; yields the tiles of one unit after those of another."""
         for unit in range(self.batch_size):
             for _, rows in self._of(unit).tiles():
                 yield slice(unit, unit + 1), rows
@@ -197,12 +197,12 @@ class UnitsHead:
 
 
 def _sums(x: Tensor, units: Units | None) -> Tensor:
-    """Sum over the tokens of each loss: rows of x `[B, T]`, or documents in x `[1, n]`."""
+    """Sum over the tokens of each loss: over rows of x `[B, T]`, or over documents in `[1, n]`."""
     return x.sum(1) if units is None or units.are_rows else units.summed(x[0])
 
 
 def _of_tokens(values: Tensor, units: Units | None, tokens: int) -> Tensor:
-    """Return the value of its loss for each token: `[B, 1]`, or `[1, n]` for documents."""
+    """Return, for each token, the value of its loss: `[B, 1]`, or `[1, n]` for documents."""
     if units is None or units.are_rows:
         return values.unsqueeze(1)
     return units.of_entries(values, tokens).unsqueeze(0)
@@ -222,7 +222,7 @@ def linear_cross_entropy(
     slot: Slot | None = None,
     units: Units | None = None,
 ) -> Tensor:
-    """Return the losses [B] of x [B, ..., E] and targets [B, ...], which are checked already."""
+    """Return the losses [B] of x [B, ..., E] and targets [B, ...]; both must have been checked."""
     flat = x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
     dtype = autocast_dtype(x)
     return _LinearCrossEntropy.apply(
@@ -241,7 +241,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Losses [B] of x [B, T, E]; gradients for W and b, or per-sample ones for their handles."""
+    """Losses [B] of x [B, T, E]; gradients of W and b, or per-sample gradients of handles."""
 
     @staticmethod
     def forward(
@@ -286,7 +286,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = dlosses / _sums(valid, units).clamp(min=1) if ctx.mean else dlosses
         scale = torch.where(valid, _of_tokens(scale, units, x.shape[1]), 0)
         need_x, need_weight, need_bias, weight_handle, bias_handle = ctx.needs_input_grad[:5]
-        # Parameters with handles are detached, so W and b are both plain or both per sample.
+        # Parameters with handles are detached: W and b are either both plain or both per sample.
         per_sample = weight_handle or bias_handle
         arguments = (x.detach(), weight.to(x.dtype), _like(bias, x), targets, lse, scale)
         needs = (need_x, need_weight or weight_handle, need_bias or bias_handle, per_sample)
@@ -374,7 +374,7 @@ def _statistics(
 
 
 def _chunks(x: Tensor, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (samples, tokens) with at most `size` tokens: whole samples, or a part of a sample."""
+    """Yield (samples, tokens) of at most `size` tokens: whole samples, or a part of a sample."""
     batch, tokens = x.shape[:2]
     length = max(1, min(tokens, size))
     group = max(1, size // max(1, tokens))
@@ -394,7 +394,7 @@ def _like(tensor: Tensor | None, other: Tensor) -> Tensor | None:
     return None if tensor is None else tensor.to(other.dtype)
 
 
-# The compiler gets the loops as two operators, or it would save what the backward recomputes.
+# Two operators hide the loops from the compiler, which would save the recomputed tensors.
 _LIBRARY = torch.library.Library("dpflash", "FRAGMENT")
 _LIBRARY.define(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, "

@@ -109,7 +109,7 @@ class FrozenBatchNorm(PrivateModule):
                 f"module '{self._dpflash.name}' is a batch norm in training mode, in which it "
                 "mixes the samples of a batch; call its .eval() after model.train()"
             )
-        self.is_private_call()  # Raises if parameters were frozen at make_private and are not now.
+        self.is_private_call()  # Raises if a parameter was frozen at make_private but is not now.
         return super().forward(input)
 
 
@@ -149,8 +149,8 @@ def _checked(module: Any, x: Tensor) -> Tensor:
     shape = tuple(module.normalized_shape)
     if x.ndim <= len(shape):
         raise PrivateRefusal(
-            f"input of module '{module._dpflash.name}' has no batch; a private norm needs it "
-            "first: [B, ..., *normalized_shape]",
+            f"input of module '{module._dpflash.name}' has no batch; a private norm needs the "
+            "batch first: [B, ..., *normalized_shape]",
             dimensions=x.ndim,
         ) from None
     return x.float() if autocast_dtype(x) is not None else x

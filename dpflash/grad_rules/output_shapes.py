@@ -1,4 +1,4 @@
-"""Gives outputs of a module that ran under vmap the shapes that the module itself returns.
+"""Restores the shapes that a module's outputs have, after the module ran under vmap.
 
 For example, a router takes tokens `[B, n, E]` or `[B n, E]` and returns scores `[B n, k]`.
 """
@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class OutputShapes:
-    """The shapes of one call's outputs.
+    """Finds and restores the shapes of one call's outputs.
 
     Args:
         is_flattened: whether the module's inputs are tokens `[B n, ...]`.
-        plain: runs the module itself, without gradients: (args, kwargs) -> outputs.
+        plain: function (args, kwargs) -> outputs that runs the module itself without gradients.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class OutputShapes:
         return outputs if self._is_flattened else map_tensors(lambda t: t.squeeze(0), outputs)
 
     def of_batch(self, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the outputs of all samples, `[B n, ...]` if the module returns rows of tokens."""
+        """Return the outputs of all samples; `[B n, ...]` if the module returns rows of tokens."""
         by_tokens = [self._is_flattened] * len(self._rows)
         if not self._is_flattened and any(rows != 1 for rows in self._rows):
             # Outputs without a batch, such as a table of positions, do not grow with the batch.

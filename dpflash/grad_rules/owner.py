@@ -2,11 +2,9 @@
 
 The module's forward runs under vmap over samples, with the handles `[B, ...]` in place of its own
 parameters. So every operation between a parameter and the data sees one sample and that sample's
-copy of the parameter. The layers below run outside of vmap, on the whole batch, with rules of
-their own. If the forward reads a parameter of a layer below, as Mamba reads the weight of its
+copy of the parameter. The layers below run outside of vmap, on the whole batch, with their own
+rules. If the forward reads a parameter of a layer below, as Mamba reads the weight of its
 convolution, it reads that layer's handle.
-
-Source: `torch.func.vmap`; the gradient of a handle is the per-sample gradient of autograd.
 """
 
 from __future__ import annotations
@@ -54,13 +52,13 @@ _TENSOR = object()  # marks the position of a tensor among outputs
 class PrivateOwner(PrivateModule):
     """A module with parameters of its own and with layers below it.
 
-    The forward must treat samples one by one. The batch must be the first dimension of its inputs
-    and outputs, and of those of the layers below. A tensor with another first dimension is assumed
-    to be shared by all samples, and must not need a gradient.
+    The forward must treat samples one by one. The batch must be the first dimension of the inputs
+    and outputs, of the module and of the layers below. A tensor with another first dimension
+    counts as shared by all samples, and must not need a gradient.
 
     Guarantees:
         An operation of this forward cannot read a row of another sample. The layers below have
-        rules of their own, and are tested with the first batches.
+        their own rules, and are tested with the first batches.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +78,7 @@ class PrivateOwner(PrivateModule):
         batch_size = self._batch_size(leaves)
         in_dims = [self._in_dim(x, batch_size, structure, i) for i, x in enumerate(leaves)]
         device = next(x.device for x in leaves if isinstance(x, Tensor))
-        # Under vmap autocast misses operations, so it is on in the layers below only.
+        # Under vmap autocast misses operations, so it is on only in the layers below.
         dtype = _autocast_dtype(device)
         leaves = [_widened(x, dtype) for x in leaves]
         handles = self.private_handles(batch_size)
@@ -94,7 +92,7 @@ class PrivateOwner(PrivateModule):
                 Tensor, lambda t: t + nothing if t.is_floating_point() else t, outputs
             )
         own_copy: Any = None
-        # Outputs that are not tensors, such as None for attention weights, and their structure.
+        # The outputs that are not tensors, such as None for attention weights, and the structure.
         found: list[Any] = []
 
         def one(parameters: dict[str, Tensor], *inputs: Any) -> Any:
@@ -121,12 +119,12 @@ class PrivateOwner(PrivateModule):
             run = vmap(one, in_dims=(0, *in_dims), randomness="different")
             with _OwnerFunctions(self), self._named(), _autocast(device, None):
                 tensors = iter(run(owned, *inputs))
-            # An output is [1, ...] for each sample, or has a row for each of its windows.
+            # An output is [1, ...] for each sample, or has a row for each of the sample's windows.
             results = [next(tensors).flatten(0, 1) if x is _TENSOR else x for x in found[0]]
             return tree_unflatten(results, found[1])
 
         def of_batch(inputs: list[Any]) -> Any:
-            # Includes the caches that the samples run without.
+            # Includes the caches that are left out when samples are run one by one.
             own = [copy.deepcopy(given[i]) if i in caches else x for i, x in enumerate(inputs)]
             return self._batch_forward(*tree_unflatten(own, structure))
 
@@ -137,7 +135,7 @@ class PrivateOwner(PrivateModule):
         if expected is not None and not _is_equal(outputs, expected):
             self._refuse_mixing()
         if is_to_compare:
-            # Not added before the comparison, so that a loop that catches the error gets it again.
+            # Added after the comparison, so that a loop that catches the error gets it again.
             self._dpflash.compared.add(call)
         # Plain values such as counters; under vmap they cannot depend on the data.
         plain = {k: v for k, v in own_copy.__dict__.items() if isinstance(v, PLAIN)}
@@ -146,7 +144,7 @@ class PrivateOwner(PrivateModule):
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Name the module in errors of vmap about operations that it cannot run."""
+        """Name the module in errors about operations that vmap cannot run."""
         try:
             yield
         except RuntimeError as error:
@@ -267,7 +265,7 @@ class PrivateOwner(PrivateModule):
         if not isinstance(leaf, Tensor):
             return None
         is_positions = leaf.ndim == 1 and not leaf.requires_grad
-        # Noted for each argument, so that labels [B] and positions [T] can be arguments of one
+        # Recorded for each argument, so that labels [B] and positions [T] can be arguments of one
         # call. If T = B, only an earlier T != B distinguishes them; a tensor of one entry cannot.
         places = self._dpflash.places
         place = (str(structure), index) if is_positions else None
@@ -283,16 +281,16 @@ class PrivateOwner(PrivateModule):
             if len(leaf) > 1 and places.setdefault(place, "positions") == "batch":
                 raise PrivateRefusal(
                     f"{described(self)} got a tensor with another first dimension than the batch, "
-                    "as an argument that had one entry for each sample before; pass one for each "
-                    f"sample, or positions as [1, T]. {ALL_ROWS}",
+                    "as an argument that had one entry for each sample before; pass one entry for "
+                    f"each sample, or positions as [1, T]. {ALL_ROWS}",
                     shape=tuple(leaf.shape),
                     batch_size=batch_size,
                 ) from None
         elif leaf.requires_grad or (leaf.ndim and len(leaf) != 1):
             raise PrivateRefusal(
-                f"{described(self)} got a tensor whose first dimension is not the batch: it must "
-                "be, or be 1 (x[None]) where all samples share the tensor and it does not depend "
-                f"on layers that are trained. {ALL_ROWS}",
+                f"{described(self)} got a tensor whose first dimension is not the batch. If all "
+                "samples share the tensor and it does not depend on layers that are trained, "
+                f"pass it as x[None], else with the batch first. {ALL_ROWS}",
                 shape=tuple(leaf.shape),
                 batch_size=batch_size,
             ) from None
@@ -334,22 +332,22 @@ def _widened(x: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _is_close(found: Tensor, expected: Tensor, dtypes: set[torch.dtype]) -> bool:
-    """Return whether tensors differ by rounding alone; `expected` may be `[1, ...]`, shared."""
+    """Return whether tensors differ only by rounding; `expected` may be `[1, ...]` (shared)."""
     if found.shape[1:] != expected.shape[1:] or len(expected) not in (1, len(found)):
         return False
     if not found.is_floating_point():
         return bool((found == expected).all())
     apart = torch.where(found == expected, 0.0, found - expected).double().norm()
-    # Rows that are not finite are refused or dropped elsewhere.
+    # Rows that are not finite are refused or dropped by other code.
     return not bool(apart > tolerance(dtypes) * found.double().norm())
 
 
 def _is_equal(outputs: Any, expected: Any) -> bool:
-    """Return whether tensors differ by rounding alone; ignores tensors beyond the shorter list.
+    """Return whether tensors differ only by rounding; ignores tensors beyond the shorter list.
 
     Hooks of an outer call, such as those that collect hidden states, add outputs in each forward.
     """
-    # Detached: checkpointing counts the tensors that a forward saves.
+    # Detached, since checkpointing counts the tensors that a forward saves.
     found = [x.detach() for x in tree_flatten(outputs)[0] if isinstance(x, Tensor)]
     wanted = [x for x in tree_flatten(expected)[0] if isinstance(x, Tensor)]
     return bool(found) == bool(wanted) and all(
@@ -361,9 +359,9 @@ def _is_equal(outputs: Any, expected: Any) -> bool:
 class PrivateSampleBySample(PrivateOwner):
     """A module without parameters of its own whose layers do not get the batch first.
 
-    T5's first attention looks up positions `[T, T]` that all samples share, and in Swin's layers
-    the first dimension is windows of samples. Positions are looked up for each sample, which needs
-    B times the memory of the bias.
+    T5's first attention looks up positions `[T, T]` that all samples share; in Swin's layers the
+    first dimension is windows of samples. Here, positions are looked up for each sample, which
+    needs B times the memory of the bias.
     """
 
     def is_private_call(self) -> bool:
@@ -390,15 +388,15 @@ class PrivateRelativeBias(PrivateSampleBySample):
 def _refuse_recurrent(owner: str, layer: nn.RNNBase) -> NoReturn:
     raise ValueError(
         f"{owner} has parameters of its own and calls a layer {plain_class(layer).__name__} "
-        "itself; call it in a module without parameters of its own, which gets and returns "
-        "batch-first tensors alone, also a state [B, layers, H] that it transposes inside"
+        "itself; call the layer in a module without parameters of its own, which takes and "
+        "returns batch-first tensors only, also a state [B, layers, H] that it transposes inside"
     )
 
 
 class _OwnerFunctions(PerSampleFunctions):
     """`PerSampleFunctions` that refuses an owner that packs sequences for a recurrent layer.
 
-    vmap would stack packed sequences, which differ in length.
+    vmap would stack packed sequences, whose lengths differ.
     """
 
     def __init__(self, owner: PrivateOwner):
@@ -414,7 +412,7 @@ class _OwnerFunctions(PerSampleFunctions):
 
 
 class _Outside:
-    """Runs the layers below an owner outside of its vmap.
+    """Runs the layers below a `PrivateOwner` outside of its vmap.
 
     Args:
         owner: description of the owner, for messages.
@@ -443,7 +441,7 @@ class _Outside:
         if module is None:
             return None
         made = object.__new__(_type_outside(plain_class(module)))
-        # Recurrent layers read attributes when an attribute is set.
+        # Set without __setattr__, in which recurrent layers read other attributes.
         object.__setattr__(made, "__dict__", copy_to_store_in(module).__dict__)
         made.__dict__["_module"] = module
         made.__dict__["_outside"] = self
@@ -452,7 +450,7 @@ class _Outside:
         return made
 
     def output(self, x: Tensor) -> Tensor:
-        """Check an output of the owner for one sample, which needs a dimension, and return it."""
+        """Check that the owner's output for one sample has a dimension, and return the output."""
         if not x.ndim:
             raise ValueError(
                 f"{self.owner} returned a number for one sample; a module with parameters of its "
@@ -462,7 +460,7 @@ class _Outside:
                 "requires_grad_(False)"
             )
         if len(x) == self.batch_size != 1 and not _functorch.is_batchedtensor(x):
-            # A hook kept this output of a layer below; the owner itself has seen single rows.
+            # A hook stored this output of a layer below; the owner itself has seen single rows.
             return self._mapped(x.unsqueeze(1))
         return x
 
@@ -495,7 +493,7 @@ class _Outside:
                 "the whole module to checkpoint, or leave checkpointing out"
             )
         if isinstance(module, ParametrizationList):
-            # The forward reads a computed weight, outside of the rule of its layer.
+            # The forward reads a computed weight, to which the layer's rule does not apply.
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad:
                     self._refuse_reading(name)
@@ -504,15 +502,15 @@ class _Outside:
             _refuse_recurrent(self.owner, module)
         leaves, structure = tree_flatten((args, kwargs))
         mapped = [x for x in leaves if isinstance(x, Tensor) and _functorch.is_batchedtensor(x)]
-        # Bare inputs have no batch dimension but a sample's tokens or windows. Layers that treat
-        # all tokens alike take all samples at once; other layers run for each sample under vmap.
+        # Bare inputs have no batch dimension, but a sample's tokens or windows first. Layers that
+        # treat all tokens alike run on all samples at once; other layers per sample under vmap.
         is_second = bool(mapped) and isinstance(module, BatchSecond)
         is_bare = is_second or any(not x.ndim or x.shape[0] != 1 for x in mapped)
         if is_bare and plain_class(module).forward not in _POINTWISE:
             return plain_class(module).forward(outside, *args, **kwargs)
         if isinstance(module, PrivateLeaf) and not any(isinstance(x, Tensor) for x in leaves):
             return plain_class(module).forward(outside, *args, **kwargs)
-        # Some parameters of the layer need per-sample gradients.
+        # Whether parameters of the layer need per-sample gradients.
         has_rules = any(
             isinstance(m, PrivateModule) and m.is_private_call() for m in module.modules()
         )
@@ -554,7 +552,7 @@ class _Outside:
         return _functorch._add_batch_dim(_widened(x, self.dtype), 0, self.level)
 
     def _whole(self, x: Any, is_bare: bool) -> Any:
-        """Return `[B, ...]` for a vmap batch whose samples are `[1, ...]`, or bare."""
+        """Return `[B, ...]` for a vmap batch whose samples are `[1, ...]`, or bare (`[...]`)."""
         if not isinstance(x, Tensor) or not _functorch.is_batchedtensor(x):
             return x
         row = x if is_bare else x.squeeze(0)
@@ -570,15 +568,15 @@ class _Outside:
             return x  # for example rotary tables
         raise PrivateRefusal(
             f"layer {plain_class(module).__name__} below {self.owner} returned a tensor whose "
-            "first dimension must be the batch, and is not. Call the layer in another module that "
-            "returns only tensors with the batch first",
+            "first dimension is not the batch. Call the layer in another module that returns only "
+            "tensors with the batch first",
             shape=tuple(x.shape),
             batch_size=self.batch_size,
         ) from None
 
 
 class _Parameters(dict[str, Any]):
-    """The parameters of a layer for the forward of its owner, see `_Outside.parameter`."""
+    """The parameters of a layer as its owner's forward reads them, see `_Outside.parameter`."""
 
     def __init__(self, outside: _Outside, module: nn.Module):
         super().__init__(module._parameters)
@@ -609,7 +607,7 @@ class _Parameters(dict[str, Any]):
 
 
 def _turned(x: Tensor) -> Tensor:
-    """Exchange the first two dimensions, for a layer with the batch second: `BatchSecond`."""
+    """Exchange the first two dimensions for a layer with the batch second (`BatchSecond`)."""
     return x.transpose(0, 1) if x.ndim > 2 else x
 
 
@@ -618,14 +616,14 @@ _POINTWISE = frozenset({nn.Linear.forward, nn.LayerNorm.forward, nn.RMSNorm.forw
 
 
 class _LayerOutside(nn.Module):
-    """A layer in the forward of its owner, see `_Outside.of`."""
+    """A layer as its owner's forward calls it, see `_Outside.of`."""
 
     _module: nn.Module
     _outside: _Outside
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "_outside" not in self.__dict__:
-            # The layer is a new container, such as layers[:2].
+            # The layer is a new container, such as layers[:2], which `_Outside.of` did not make.
             return super().__call__(*args, **kwargs)
         return self._outside.call(self._module, self, args, kwargs)
 

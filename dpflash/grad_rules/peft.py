@@ -20,7 +20,7 @@ from .generic import PrivateLeaf
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Return whether a module owns the parameters below it: a PEFT layer with a ParameterDict."""
+    """Return whether a module, a PEFT layer with a ParameterDict, owns the parameters below it."""
     if not type(module).__module__.startswith("peft.tuners."):
         return False
     return any(
@@ -36,7 +36,7 @@ def makes_prompts(module: nn.Module) -> bool:
 
 
 class PrivatePrompts(PrivateModule):
-    """A model of prompt tuning or p-tuning that encodes the prompt for each sample.
+    """A model of prompt tuning or p-tuning that encodes the prompt once per sample.
 
     PEFT encodes one prompt and repeats the result, so its gradient would be a sum over samples.
     """
@@ -50,7 +50,7 @@ class PrivatePrompts(PrivateModule):
             return super().get_prompt(batch_size, task_ids, max_cache_len)  # type: ignore[misc]
         units = model._dpflash.backward.forward.units
         if units is not None and not units.are_rows:
-            self.refuse_documents()  # Documents of a row would share its prompt.
+            self.refuse_documents()  # The documents of a row would share its prompt.
         name = model.active_adapter
         encoder = model.prompt_encoder[name]
         tokens = model.prompt_tokens[name].to(encoder.embedding.weight.device)
@@ -58,10 +58,10 @@ class PrivatePrompts(PrivateModule):
 
 
 class PrivateDora(PrivateModule):
-    """DoRA added to a linear layer: y = (s - 1) W x + s a B A x with s = m / ||W + a B A||.
+    """DoRA on a linear layer: y = (s - 1) W x + s a B A x with s = m / ||W + a B A||.
 
-    The norms [O] are constants in the gradient. m is the magnitude and a the scaling. Source: Liu
-    et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", section 4.3.
+    m is the magnitude [O] and a the scaling. The norms [O] count as constants in the gradient.
+    Source: Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation", section 4.3.
     """
 
     takes_documents = True
@@ -117,9 +117,9 @@ class PrivateDora(PrivateModule):
 
 
 class PrivateTrainableTokens(PrivateLeaf):
-    """A frozen table of which some rows are trained; these are looked up in a separate table.
+    """A frozen table with some trained rows, which are looked up in a separate table.
 
-    PEFT writes trained rows into a copy of the whole table, which each sample would need.
+    PEFT writes trained rows into a copy of the whole table; each sample would need such a copy.
     """
 
     base_layer: nn.Module
@@ -145,7 +145,7 @@ class PrivateTrainableTokens(PrivateLeaf):
     def _replace(
         self, rows: Tensor, indices: Tensor, adapter: str, base: nn.Embedding, scale: Tensor | None
     ) -> Tensor:
-        """Replace rows [B, T, E] whose indices [B, T] are trained by an adapter."""
+        """Replace the rows [B, T, E] whose indices [B, T] an adapter trains."""
         name = f"trainable_tokens_delta.{adapter}"
         delta = self.own_parameters()[name]
         own = torch.tensor(self.token_indices[adapter], device=indices.device)
@@ -180,6 +180,6 @@ def check_adapter(name: str, module: nn.Module) -> None:
         )
     if kind.__module__ == "peft.tuners.lora.dora" and kind.__name__ != "DoraLinearLayer":
         raise ValueError(
-            f"module '{name}' is {kind.__name__}: DoRA has a rule for linear layers and "
-            "embeddings alone. Pass use_dora=False, or leave these layers out of target_modules"
+            f"module '{name}' is {kind.__name__}: DoRA has a rule only for linear layers and "
+            "embeddings. Pass use_dora=False, or leave these layers out of target_modules"
         )

@@ -1,6 +1,6 @@
 """Rule for recurrent layers: nn.LSTM, nn.GRU and nn.RNN.
 
-Letters: B samples, T steps, I inputs, H cell width, P width of h, G gates of a cell together.
+Letters: B samples, T steps, I inputs, H cell width, P width of h, G width of a cell's gates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .recurrent_cells import CELLS, Steps, cell_states
 
 
 class _Weights(NamedTuple):
-    """The parameters of one layer and direction, or their handles."""
+    """The parameters of one layer in one direction, or their handles."""
 
     ih: Any
     hh: Any
@@ -41,9 +41,9 @@ class _Weights(NamedTuple):
 class _Recurrence(torch.autograd.Function):
     """One layer in one direction: returns y [B, T, P], h_T [B, P] and, for an LSTM, c_T [B, H].
 
-    The forward is torch's own operator. The backward computes dgates [B, T, G] of all steps. Then
-    each weight has one linear use of T tokens: (x, dgates) for W_ih, (h_{t-1}, dgates) for W_hh
-    and (o tanh(c), dh) for W_hr.
+    The forward is torch's own operator. The backward computes dgates [B, T, G] of all steps. Each
+    weight then has one linear operation on T tokens: (x, dgates) for W_ih, (h_{t-1}, dgates) for
+    W_hh, and (o tanh(c), dh) for W_hr.
     """
 
     @staticmethod
@@ -100,10 +100,10 @@ def _run(
     c0: Tensor | None,
     weights: _Weights,
 ) -> tuple[Tensor, ...]:
-    """Run the forward of one layer and direction by torch's operator.
+    """Run the forward of one layer in one direction by torch's operator.
 
-    It also runs the padding: in torch's operator for packed sequences a sample's bits depend on
-    the number of other samples that reach the same step.
+    Padding is run too: in torch's operator for packed sequences, a sample's bits depend on the
+    number of other samples that reach the same step.
     """
     forward, has_bias = CELLS[mode][0], weights.bias_ih is not None
     states = [h.unsqueeze(0).contiguous() for h in (h0, c0) if h is not None]
@@ -199,15 +199,15 @@ class PrivateRecurrent(PrivateModule):
     """`nn.LSTM`, `nn.GRU` or `nn.RNN` with the outputs of the plain module.
 
     The forward is torch's. The backward recomputes all gates in one product from the states, and
-    then loops over the steps in Python, so it needs more time and memory than the plain module's
-    backward, most with grad_sample_mode="ghost".
+    then loops over the steps in Python. So it needs more time and memory than the plain module's
+    backward, most of all with grad_sample_mode="ghost".
 
-    A PackedSequence is padded to the longest sequence that the module has seen. It must be packed
-    with ``enforce_sorted=False``. Unpack with `total_length`, since layers whose shapes depend on
-    the longest sample of the batch are refused in the first batch.
+    A PackedSequence is padded to the longest sequence that the module has received. It must be
+    packed with ``enforce_sorted=False``. Unpack with `total_length`, since layers whose shapes
+    depend on the longest sample of the batch are refused in the first batch.
 
     Guarantees:
-        Row i of all outputs depends on row i of the inputs and states alone. For packed sequences
+        Row i of all outputs depends only on row i of the inputs and states. For packed sequences
         this holds up to rounding: their longest length is not public, and another length may round
         the products of all samples differently. Pad to a public length if the bound must be exact.
         States that a loop carries over to the next batch are data of other samples, whose
@@ -223,7 +223,7 @@ class PrivateRecurrent(PrivateModule):
     batch_first: bool
     bidirectional: bool
 
-    # Arguments have the names of the plain layers, which may be called by keyword.
+    # Arguments have the names of the plain layers' arguments, since calls may use keywords.
     def forward(self, input: Any, hx: Any = None) -> Any:
         if not self.is_private_call():
             return super().forward(input, hx)
@@ -252,12 +252,12 @@ class PrivateRecurrent(PrivateModule):
         context = self._dpflash
         if isinstance(given, PackedSequence):
             if given.sorted_indices is None:
-                # If a batch happens to be in this order, the proof of the first batch misses it.
+                # If a batch is in this order by chance, the test of the first batch misses it.
                 raise ValueError(
                     f"input of module '{context.name}' ({self.mode}) is packed with "
-                    "enforce_sorted=True, so the model orders samples by their lengths, and other "
-                    "layers have them in another order. Leave them in the batch's order and pass "
-                    "enforce_sorted=False"
+                    "enforce_sorted=True, so the model orders samples by their lengths, and "
+                    "other layers have them in another order. Leave samples in the batch's order "
+                    "and pass enforce_sorted=False"
                 )
             length = context.note_length(len(given.batch_sizes))
             padded, lengths = pad_packed_sequence(given, batch_first=True, total_length=length)
@@ -266,8 +266,8 @@ class PrivateRecurrent(PrivateModule):
             expected = "[B, T, I]" if self.batch_first else "[T, B, I] (batch_first=False)"
             raise PrivateRefusal(
                 f"input of module '{context.name}' ({self.mode}) is nested, or has no batch; a "
-                f"private recurrent layer needs one, {expected} or a PackedSequence: give single "
-                "samples one with unsqueeze",
+                f"private recurrent layer needs a batch, {expected}, or a PackedSequence: give "
+                "single samples a batch dimension with unsqueeze",
                 dimensions=given.ndim,
             ) from None
         return context.check_sequences(
@@ -275,7 +275,7 @@ class PrivateRecurrent(PrivateModule):
         ), None
 
     def _states(self, hx: Any, x: Tensor) -> list[tuple[Tensor, Tensor | None]]:
-        """Return each layer and direction's first states: h [B, P], and c [B, H] or None."""
+        """Return the first states of each layer and direction: h [B, P], and c [B, H] or None."""
         count, batch = self.num_layers * (1 + self.bidirectional), x.shape[0]
         is_lstm, outputs = self.mode == "LSTM", self.proj_size or self.hidden_size
         widths = (outputs, self.hidden_size) if is_lstm else (outputs,)
@@ -295,7 +295,7 @@ class PrivateRecurrent(PrivateModule):
         return list(zip(h, c, strict=True))
 
     def _as_given(self, y: Tensor, lengths: Tensor | None, given: Any) -> Any:
-        """Return the output with the batch where the input has it, or packed like the input."""
+        """Return the output with the batch dimension of the input, or packed like the input."""
         if lengths is None:
             return y if self.batch_first else y.transpose(0, 1)
         if given.sorted_indices is not None:

@@ -3,8 +3,8 @@
 All gates are computed from the forward's states, by one product for all steps. The loop over the
 steps does element-wise work and the product dgates_t W_hh.
 
-Letters: T steps, B samples, H cell width, P width of h (H, or proj_size of an LSTM), G gates of a
-cell together (4 H, 3 H or H).
+Letters: T steps, B samples, H cell width, P width of h (H, or proj_size of an LSTM), G width of a
+cell's gates together (4 H, 3 H or H).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Steps(NamedTuple):
         c0: first cell state of an LSTM, [B, H].
         dh: gradient of h without the contributions of later steps, [T, B, P].
         dc: gradient of the last cell state of an LSTM, [B, H].
-        is_last: whether step t is a sample's last step, [T, B, 1]; None if all have T steps.
+        is_last: [T, B, 1], whether step t is the sample's last step; None if all have T steps.
         weight_hh: [G, P].
         weight_hr: [P, H] if an LSTM projects its outputs, else None.
     """

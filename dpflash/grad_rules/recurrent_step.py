@@ -14,13 +14,13 @@ from .recurrent import recurrence, refuse_compiler
 class PrivateRecurrentCell(PrivateModule):
     """One step of an LSTM, GRU or plain RNN for x [B, I] and states [B, H].
 
-    Each call counts as a separate use of the parameters. If a loop does not need single steps, the
-    layer for whole sequences is faster.
+    Each call counts as a separate operation on the parameters. If a loop does not need single
+    steps, the layer for whole sequences is faster.
     """
 
     hidden_size: int
 
-    # Arguments have the names of the plain layers, which may be called by keyword.
+    # Arguments have the names of the plain layers' arguments, since calls may use keywords.
     def forward(self, input: Tensor, hx: Any = None) -> Any:
         if not self.is_private_call():
             return super().forward(input, hx)
@@ -28,8 +28,8 @@ class PrivateRecurrentCell(PrivateModule):
         refuse_compiler(name, mode)
         if input.ndim != 2:
             raise PrivateRefusal(
-                f"input of module '{name}' ({mode}) has no batch; a private cell needs one, "
-                "[B, I]: give a single sample one with unsqueeze(0)",
+                f"input of module '{name}' ({mode}) has no batch; a private cell needs a batch, "
+                "[B, I]: give a single sample a batch dimension with unsqueeze(0)",
                 shape=tuple(input.shape),
             ) from None
         x = self._dpflash.check_sequences(input)
@@ -41,8 +41,8 @@ class PrivateRecurrentCell(PrivateModule):
         found = [tuple(h.shape) for h in states if h is not None]
         if any(shape != expected for shape in found):
             raise PrivateRefusal(
-                f"hx of module '{name}' ({mode}) does not fit: expected [B, H] each, of the "
-                "input's batch",
+                f"hx of module '{name}' ({mode}) does not fit: expected [B, H] for each state, "
+                "with the input's batch",
                 shapes=found,
                 expected=expected,
             ) from None
@@ -54,5 +54,5 @@ class PrivateRecurrentCell(PrivateModule):
         module: Any = self
         if hasattr(module, "nonlinearity"):
             return f"RNN_{module.nonlinearity.upper()}"
-        # The width of all gates divided by the cell's width is the number of gates.
+        # The number of gates is the width of all gates divided by the cell's width.
         return {4: "LSTM", 3: "GRU"}[module.weight_hh.shape[0] // self.hidden_size]

@@ -1,4 +1,4 @@
-"""Rule for torch.nn.MultiheadAttention: projections use handles, PyTorch computes attention.
+"""Rule for torch.nn.MultiheadAttention: projections use handles; PyTorch computes attention.
 
 Letters: B samples, H heads, T query tokens, S key tokens, E model dim.
 """
@@ -25,8 +25,8 @@ from .batch_second import samples_first
 class _Projections(torch.autograd.Function):
     """y_s = x_s W_s^T + b_s for sources x_s [B, T_s, I], where each W_s is some rows of one W.
 
-    W has one linear use, of the tokens of all sources together. A token's output gradient is zero
-    in the rows of the other sources.
+    W has one linear operation, on the tokens of all sources together. A token's output gradient is
+    zero in the rows of W of the other sources.
     """
 
     @staticmethod
@@ -66,7 +66,7 @@ class _Projections(torch.autograd.Function):
 
 
 def _together(sources: list[Tensor], grads: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Join all sources into one use of W: (x [B, sum of T_s, I], dy [B, sum of T_s, O])."""
+    """Join all sources into one operation: (x [B, sum of T_s, I], dy [B, sum of T_s, O])."""
     if len(sources) == 1:
         return sources[0], grads[0]
     x = torch.cat(sources, 1)
@@ -130,15 +130,15 @@ class PrivateTorchMultiheadAttention(PrivateModule):
         return out if self.batch_first else out.transpose(0, 1), weights
 
     def _batch_first(self, *inputs: Tensor) -> list[Tensor]:
-        """Return query, key and value with the batch first; the same tensor stays the same."""
+        """Return the inputs with the batch first; inputs that are one tensor stay one tensor."""
         context, found = self._dpflash, {}
         for x in inputs:
             if x.is_nested or x.ndim != 3:
                 expected = "[B, T, E]" if self.batch_first else "[T, B, E] (batch_first=False)"
                 raise PrivateRefusal(
                     f"an input of module '{context.name}' (MultiheadAttention) is nested, or has "
-                    f"no batch; private attention needs one, {expected}: pad to one length, and "
-                    "give single samples a batch dimension with unsqueeze",
+                    f"no batch; private attention needs a batch, {expected}: pad to one length, "
+                    "and give single samples a batch dimension with unsqueeze",
                     dimensions=x.ndim,
                 ) from None
             if id(x) not in found:
@@ -148,7 +148,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
         if len(sizes) > 1:
             raise PrivateRefusal(
                 f"query, key and value of module '{context.name}' have different numbers of "
-                f"samples; expected one. {ALL_ROWS}",
+                f"samples; they must have the same. {ALL_ROWS}",
                 sizes=sizes,
             ) from None
         return [found[id(x)] for x in inputs]
@@ -180,7 +180,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
     def _project(
         self, handles: Handles, name: str, sources: list[Tensor], rows: list[int], start: int = 0
     ) -> tuple[Tensor, ...]:
-        """Project sources by one weight, cut into `rows` for each; biases begin at `start`."""
+        """Project each source by its `rows` of one weight; its biases begin at `start`."""
         weight, bias = self._parameters[name], self._parameters["in_proj_bias"]
         assert weight is not None
         outputs, inputs = weight.shape
@@ -240,8 +240,8 @@ class PrivateTorchMultiheadAttention(PrivateModule):
             mask.dtype == torch.bool or mask.is_floating_point()
         ):
             raise PrivateRefusal(
-                f"{name} of module '{self._dpflash.name}' has {mask.dtype} or does not fit: "
-                "expected torch's shape, boolean (True: ignored) or floating point",
+                f"{name} of module '{self._dpflash.name}' has dtype {mask.dtype}, or a shape "
+                "that does not fit: expected torch's shape and booleans (True: ignored) or floats",
                 shape=tuple(mask.shape),
                 expected=shapes,
             ) from None
@@ -259,7 +259,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
         need_weights: bool,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return outputs [B, H, T, E / H], and weights [B, H, T, S] or None (`need_weights`)."""
+        """Return outputs [B, H, T, E / H] and, with `need_weights`, weights [B, H, T, S]."""
         dropout = self.dropout if self.training else 0.0
         if not need_weights:
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal), None
@@ -271,7 +271,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
 
 
 class PrivateTransformerEncoder(PrivateModule):
-    """`torch.nn.TransformerEncoder` that makes nested tensors only without gradients.
+    """`torch.nn.TransformerEncoder` that creates nested tensors only without gradients.
 
     Plain torch decides by its first layer alone, which may be frozen.
     """

@@ -1,1 +1,1 @@
-"""Tests that model and loop keep samples apart: runs microbatches with some samples altered."""
+"""Tests that model and loop keep samples apart: they run microbatches with altered samples."""

@@ -1,4 +1,4 @@
-"""Alteration: a microbatch in which some samples have other contents."""
+"""Alteration: a microbatch in which some samples have been replaced, changed or left out."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .rows import entries_of, exchanged, mask_sums, rows_of, sample_of_rows
 
 @dataclass(frozen=True, eq=False)
 class Alteration:
-    """A microbatch in which some samples have other contents.
+    """A microbatch in which some samples have been replaced, changed or left out.
 
     Attributes:
-        batch: the altered microbatch, as the loop gets it.
-        kept: `[U]`, bool, on the CPU: samples whose results must not change.
+        batch: the altered microbatch, as the loop receives it.
+        kept: `[U]`, bool, on the CPU: samples with kept contents, whose results must not change.
         units: the samples of `batch` if they are not single rows, else None.
     """
 
@@ -37,17 +37,17 @@ class Alteration:
 
 
 def of_documents(batch: PackedBatch, number: int) -> Alteration:
-    """Leave some documents out, and change the tokens of others; see `with_changed_documents`."""
+    """Leave out some documents and change the tokens of others; see `with_changed_documents`."""
     changed, kept = with_changed_documents(batch, number)
     return Alteration(changed, kept, changed.units)
 
 
 def of_one(batch: Any, before: Any | None, real: Tensor) -> Alteration:
-    """Make the altered version of a microbatch of one sample: another microbatch, or a copy.
+    """Return the altered version of a microbatch of one sample: another microbatch, or a copy.
 
     Args:
-        batch: not changed.
-        before: another microbatch of the draw, which is run instead; None for a copy of `batch`.
+        batch: the microbatch, which is not changed.
+        before: another microbatch of the logical batch, run instead; None for a copy of `batch`.
         real: `[U]`, bool: which entry is the sample, if any.
     """
     given, kept = (copied(batch), real.clone()) if before is None else (before, real & ~real)
@@ -56,7 +56,7 @@ def of_one(batch: Any, before: Any | None, real: Tensor) -> Alteration:
 
 
 def is_single(batch: Any, size: int) -> bool:
-    """Whether a microbatch has one row, or one document; `size` is U."""
+    """Return whether a microbatch of U = `size` samples has a single row or document."""
     if not isinstance(batch, PackedBatch):
         return size == 1
     return sum(start != end for start, end in batch.units.spans) == 1
@@ -68,14 +68,14 @@ def of_samples(
     """Give some samples the contents of another sample, see `sources`.
 
     Args:
-        batch: not changed.
-        size: U, the number of samples with padding.
-        real: `[U]`, bool: which samples are not padding; None if none is padding.
+        batch: the microbatch, which is not changed.
+        size: U, the number of samples including padding.
+        real: `[U]`, bool: which samples are not padding; None if there is no padding.
         units: the samples if they are not single rows of the batch, else None.
         rng: a secret generator.
 
     Returns:
-        The altered microbatch; None if nothing in the batch has an entry for each sample.
+        The altered microbatch, or None if no part of the batch has an entry for each sample.
     """
     source = sources(batch, size, real, units, rng)
     rows = source if units is None else units.order_of(source)
@@ -91,14 +91,14 @@ def sources(
     rng: np.random.Generator,
     telling: Collection[int] = (),
 ) -> Tensor:
-    """`[U]`, int64: for each sample, the sample whose contents it gets.
+    """Return, for each sample, the sample whose contents it receives: `[U]`, int64.
 
-    A random half of the samples, and all padding, get the contents of one other sample, since
-    many copies of one sample overload any routing with a capacity. Samples that may determine a
-    scale or a weight of the batch, see `_telling`, are replaced first; in half of the cases the
-    copied sample has the rarest label. Of four or more samples, those with the most and the least
-    padding in a mask keep their contents: without padding, operators run other kernels, which
-    round differently, and a loop may cut a batch to its longest sample.
+    A random half of the samples, and all padding, receive the contents of one and the same sample,
+    since many copies of one sample overload any routing with a capacity. Samples that may
+    determine a scale or a weight of the batch, see `_telling`, are replaced first; in half of the
+    cases the copied sample has the rarest label. If there are four samples or more, those with the
+    most and the least padding in a mask keep their contents: without padding, operators run other
+    kernels, which round differently, and a loop may cut a batch to its longest sample.
 
     Args:
         batch, size, real, units, rng: see `of_samples`.
@@ -117,7 +117,7 @@ def sources(
     rare, extreme = (x if 2 * len(x) <= len(samples) else set() for x in (rare, extreme))
     extreme |= set(telling)
     order = rng.permutation(samples).tolist()
-    # A class weight that depends on the class's own count changes losses of this class alone.
+    # A class weight that depends on the class's own count changes only losses of this class.
     copies_rare = len(least | most) < len(order) // 2 and bool(rng.integers(2))
     first = next((s for s in order if copies_rare and s in rare), None)
     order.sort(key=lambda s: (s != first, s not in least, s not in most, s in rare, s in extreme))
@@ -129,7 +129,7 @@ def sources(
 
 
 def kept_by(source: Tensor, real: Tensor | None) -> Tensor:
-    """`[U]`, bool: samples with their own contents; none if there are fewer than two samples."""
+    """Return which samples keep their contents: `[U]`, bool; none of fewer than two samples."""
     own = source == torch.arange(len(source))
     real = torch.ones_like(own) if real is None else real
     return own & real & (real.sum() > 1)
@@ -139,7 +139,7 @@ def complement(batch: Any, first: Alteration, rng: np.random.Generator) -> Alter
     """Replace the samples that `first` kept by one of the samples that it replaced.
 
     Args:
-        batch: not changed, with a row for each sample.
+        batch: the microbatch, which is not changed, with one row per sample.
         first: an alteration of this batch.
         rng: the generator that chooses the sample.
     """
@@ -150,14 +150,14 @@ def complement(batch: Any, first: Alteration, rng: np.random.Generator) -> Alter
 
 
 def _filled(batch: Any, size: int, rows: list[int]) -> tuple[set[int], set[int]]:
-    """The rows with the least sum of a mask, and with the greatest; none if all are equal."""
+    """Return the rows with the least and the greatest sum of a mask; none if sums are equal."""
     sums = [own[rows] for own in mask_sums(batch, size) if rows]
     sums = [own for own in sums if bool((own != own[0]).any())]
     return {rows[int(own.argmin())] for own in sums}, {rows[int(own.argmax())] for own in sums}
 
 
 def _telling(batch: Any, size: int, rows: list[int]) -> tuple[set[int], set[int]]:
-    """Of these rows, those with the rarest label, and those with the largest or smallest entry."""
+    """Return the rows with the rarest label, and those with the largest or smallest entry."""
     rare: set[int] = set()
     extreme: set[int] = set()
     for _, x in entries_of(batch, size):

@@ -1,4 +1,4 @@
-"""BackwardRows: the per-sample gradients of a backward that adds nothing to the sums."""
+"""BackwardRows: the per-sample gradients in a backward that adds nothing to the sums."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ _MIXED = (
 
 
 class ProvableBackward(Protocol):
-    """The part of a private backward that the proof uses."""
+    """The part of a private backward that isolation tests use."""
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the model went through torch.compile under `allow_second_backwards`."""
+        """Whether torch.compile compiled the model under `allow_second_backwards`."""
 
     def handles(self) -> Iterator[tuple[tuple[int, int], str, bool, Tensor]]:
-        """((group, position), layer, whether the handle's own gradient counts, handle)."""
+        """Yield ((group, position), layer, whether the handle's own gradient counts, handle)."""
 
     def only_watched(self, watch: Watch) -> AbstractContextManager[None]:
-        """Inside the block, gates save nothing of a use, and only this watch sees the uses."""
+        """In the body, gates save no tensors, and only this watch sees the operations."""
 
     @property
     def is_compared(self) -> bool:
         """Whether the backward is compared with that of an altered microbatch."""
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
-        """Take the gradients `[B, ...]` of the model's outputs in a scalar loss's backward."""
+        """Receive the gradients `[B, ...]` of the model's outputs in a scalar loss's backward."""
 
     def refuse_reduction(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int
@@ -61,15 +61,15 @@ class ProvableBackward(Protocol):
 
 
 class WatchedRows(Watch, Protocol):
-    """A watch that also sees the gradients of handles in a backward without gates."""
+    """A watch that also sees the handles' gradients in a backward that does not run the gates."""
 
     def dense(self, slot: Slot, layer: str, grad: Tensor | None) -> Tensor | None:
-        """See the gradient of a handle; return it, or a stand-in."""
+        """Record the gradient of a handle; return it, or a stand-in."""
 
 
 @dataclass
 class _Use:
-    """Summaries of a use's rows, `[B]` bool of nonzero rows, order of arrival, shape of a row."""
+    """The rows of one operation: summaries, nonzero rows `[B]`, its number, shape of a row."""
 
     summaries: Tensor
     nonzero: Tensor
@@ -78,21 +78,21 @@ class _Use:
 
 
 class BackwardRows:
-    """Watches the backward in which some samples have weight 0.
+    """Records the rows of a backward in which some samples have weight 0.
 
     Args:
-        weights, real: see below.
+        weights, real: see Attributes.
         rounds: whether rows may differ by rounding on every device.
 
     Attributes:
-        weights: `[B]`, bool: the weight of each sample.
-        real: `[B]`, bool: rows that are samples.
-        uses: the uses of each parameter, in order.
+        weights: `[B]`, bool: whether the sample's loss has weight 1.
+        real: `[B]`, bool: whether the row is a sample.
+        uses: the operations on each parameter, in order.
         layers: the name of each parameter's layer.
-        refusal: names the layer nearest to the losses with a nonzero row of weight 0; or None.
-        is_foreign: whether some rows were of another batch, which is refused elsewhere.
-        has_met_gate: whether a gate ran, so that it was a backward of losses.
-        left_out: `[B]`, samples with a row that is not finite; they are not compared.
+        refusal: message with the layer nearest to the losses that has a nonzero row of weight 0.
+        is_foreign: whether some rows were of another batch, which other code refuses.
+        has_met_gate: whether a gate ran, which shows that this is a backward of losses.
+        left_out: `[B]`, bool: samples with a row that is not finite, which are not compared.
         dtypes: the dtypes of all rows.
     """
 
@@ -112,21 +112,21 @@ class BackwardRows:
         self._see((gate.index, position), gate.layer_of(position), *gate.by_sample(rows[0]))
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
-        """See the handles' gradients at a gate; gates run in a backward that the loop calls."""
+        """Record the handles' gradients at a gate; gates run in a backward that the loop calls."""
         self.has_met_gate = True
         for position, grad in enumerate(grads):
             if grad is not None and gate.is_dense(position):
                 self._see((gate.index, position), gate.layer_of(position), grad)
 
     def dense(self, slot: Slot, layer: str, grad: Tensor | None) -> Tensor | None:
-        """See the gradient of a handle; return a stand-in that takes no memory."""
+        """Record the gradient of a handle; return a stand-in that takes no memory."""
         if grad is None:
             return None
         self._see(slot, layer, grad)
         return grad.new_zeros(()).expand_as(grad)
 
     def _see(self, slot: Slot, layer: str, rows: Tensor, units: Units | None = None) -> None:
-        """See rows `[B, ...]`; with units, rows `[n, ...]` of all units' entries."""
+        """Record rows `[B, ...]`; with units, rows `[n, ...]` of the entries of all units."""
         rows = rows.detach()
         if not rows.ndim or (len(rows) if units is None else units.size) != len(self.weights):
             self.is_foreign = True
@@ -149,7 +149,7 @@ class BackwardRows:
 
 
 def allow_second_backwards() -> None:
-    """Have torch.compile keep a graph's saved tensors for a second backward, in this thread."""
+    """Make torch.compile keep a graph's saved tensors for a second backward, in this thread."""
     from torch._functorch import config  # slow to load
 
     config.donated_buffer = False
@@ -163,10 +163,10 @@ def differentiate(
     *,
     keeps_graph: bool = True,
 ) -> bool:
-    """Run the backward to the handles, whose gradients the watch sees too.
+    """Run the backward up to the handles, and show their gradients to the watch.
 
     Returns:
-        Whether it could run: a graph that the user compiled may allow one backward only.
+        Whether the backward could run: a graph that the user compiled may allow only one.
     """
     handles, hooks = [], []
     for slot, layer, counts, handle in owner.handles():
@@ -174,7 +174,7 @@ def differentiate(
         if counts:
             hooks.append(handle.register_hook(functools.partial(watch.dense, slot, layer)))
     if not handles:
-        return False  # No loss reaches a private layer; refused elsewhere.
+        return False  # No loss reaches a private layer, which other code refuses.
     for node in {x.grad_fn for x in outputs if x.grad_fn} if owner.is_compiled else ():
         # The thread that runs a GPU's backward has its own settings of torch.compile.
         hooks.append(node.register_prehook(lambda grads: allow_second_backwards()))

@@ -1,4 +1,4 @@
-"""Call: the arguments of a call of the model, in which samples can be replaced by others."""
+"""Call: the arguments of one call of the model, in which samples can be replaced."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..verification.nested import leaves_of, parts_within, tensors_of
 from .rows import exchanged
 
 _SETTINGS = (Number, NoneType, Enum, slice, range, torch.dtype, torch.device)
-_DEPTH = 8  # objects may hold each other
+_DEPTH = 8  # objects may reference each other
 
 
 class Call:
     """The arguments of a call of the model.
 
     Args:
-        arguments: (args, kwargs); not changed.
+        arguments: (args, kwargs), which are not changed.
         size: U, the number of samples.
         units: the samples if they are not single rows, else None.
 
@@ -50,17 +50,17 @@ class Call:
         self._rest, self.has_samples = self._exchanged([])
 
     def altered(self, source: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) in which sample i has the contents of sample `source[i]`."""
+        """Return (args, kwargs) in which sample i has the contents of sample `source[i]`."""
         order = source if self._units is None else self._units.order_of(source)
         named, _ = self._exchanged(order.tolist())
         return tuple(named.pop(place) for place in range(self._positional)), named
 
     def of_one(self, source: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Give all samples the contents of one: the one that `altered` copies most often."""
+        """Give all samples the contents of the sample that `altered` copies most often."""
         return self.altered(torch.full_like(source, int(source.bincount(minlength=1).argmax())))
 
     def rest(self) -> Iterator[tuple[object, str, Any]]:
-        """(argument, place, leaf) of tensors and other values in which no samples are replaced.
+        """Yield (argument, path, leaf) of tensors and other values without replaced samples.
 
         With packed documents, integer tensors are left out: they say where documents begin.
         """
@@ -75,7 +75,7 @@ class Call:
 
 
 class LeftAlone:
-    """Tracks whether arguments in which no samples are replaced are the same in all calls."""
+    """Tracks whether the arguments without replaced samples are the same in all calls."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], object] = {}
@@ -93,7 +93,7 @@ class LeftAlone:
 
 
 def most_samples(args: Any, kwargs: Any) -> int:
-    """An upper bound on B in a call of a model: the longest first dimension or list."""
+    """Return an upper bound on B in a call of a model: the longest first dimension or list."""
     values = (*args, *kwargs.values())
     lists = [v for value in values for _, v in leaves_of(value, kinds=(list, tuple))]
     dims = [t.shape[0] for _, t in tensors_of(values) if t.ndim]
@@ -101,14 +101,14 @@ def most_samples(args: Any, kwargs: Any) -> int:
 
 
 def _contents(leaf: Any) -> object:
-    """A key that is equal for equal contents; an object of an unknown class is its own key."""
+    """Return a key that is equal for equal contents; an object of unknown class is its own key."""
     if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
         return int(row_digests(leaf.unsqueeze(0)))
     return hash(leaf.tobytes()) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _leaves_within(value: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """(place, leaf) for all leaves, however nested, except numbers, settings and parameters."""
+    """Yield (path, leaf) for all nested leaves except numbers, settings and parameters."""
     parts = () if isinstance(value, str | bytes) or depth == _DEPTH else [*parts_within(value)]
     if isinstance(value, Tensor | np.ndarray):
         is_setting = math.prod(value.shape) < 2 or isinstance(value, nn.Parameter)
@@ -122,7 +122,7 @@ def _leaves_within(value: Any, place: str = "", depth: int = 0) -> Iterator[tupl
 
 
 def _lengths(value: Any, size: int) -> Iterator[tuple[int, ...]]:
-    """For each list of `size` samples: the lengths of all samples, dimension by dimension."""
+    """Yield, for each list of `size` samples and each dimension, the lengths of all samples."""
     for _, found in leaves_of(value, kinds=(list, tuple)):
         if len(found) == size and all(hasattr(x, "__len__") for x in found):
             shapes = [x.shape if hasattr(x, "shape") else (len(x),) for x in found]

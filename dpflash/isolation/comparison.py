@@ -1,8 +1,8 @@
-"""Comparison: what differs between two runs for samples that had the same contents in both.
+"""Comparison: finds what differs between two runs for samples with the same contents in both.
 
 On a deterministic device all results must be equal bit for bit. On other devices rows may differ
-by sqrt(eps) of their norm, and losses by eps^(2/3): rounding is smaller than this, and the effect
-of other samples seldom is. For gradients of samples in other places see `PlaceTrial`.
+by sqrt(eps) of their norm, and losses by eps^(2/3): rounding is smaller, and the effect of other
+samples is seldom that small. For gradients of samples in other rows see `PlaceTrial`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _LAYERS = (
 _LENGTH = (
     "{where} changed as other samples of the batch were replaced, so nothing was released: the "
     "loop or the model cuts or pads the batch to its longest sample (a tokenizer with "
-    "padding=True, pad_packed_sequence without total_length=), whose length then affects how all "
-    "others are computed. Pad to one public length: dpflash.sampling.PadTo(512) as the "
+    "padding=True, pad_packed_sequence without total_length=), whose length then affects how the "
+    "other samples are computed. Pad to one public length: dpflash.sampling.PadTo(512) as the "
     "collate_fn, or tokenizer(..., padding='max_length', max_length=512, truncation=True)"
 )
 _CHANGED_DOCUMENT = (
@@ -54,7 +54,7 @@ _COMPARED = (
     "contrastive loss. Such a loss has no per-sample gradients, since each sample is in the "
     "losses of all others. Train with a loss of each sample by itself, such as classification, or "
     "with negatives from the sample's own entry. If B is the number of outputs of a sample, an "
-    "operation before mixes samples, as by a mean over the batch; engine.check names it"
+    "earlier operation mixes samples, such as a mean over the batch; engine.check names it"
 )
 _COUNTS = (
     "the gradient reached layer '{layer}' a different number of times, or not at all, in one of "
@@ -63,14 +63,14 @@ _COUNTS = (
     f"{UNTESTED}"
 )
 _KEPT = (
-    "{where} depends on what an earlier forward has kept in {attributes}, so nothing was "
+    "{where} depends on data that an earlier forward has kept in {attributes}, so nothing was "
     "released: samples of one batch would affect the gradients of the next batch. Keep no data of "
     "a batch in the model, or reset it before each call"
 )
 
 
 def mixed(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | None:
-    """A message about the first difference of two forwards for the samples `unchanged` `[B]`."""
+    """Return a message about the first difference of two forwards for the samples `unchanged`."""
     found = _first_difference(first, second, unchanged)
     if found is None:
         return None
@@ -86,9 +86,9 @@ def mixed(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | N
 
 
 def reached(first: ForwardRows, second: ForwardRows, replaced: Tensor) -> bool:
-    """Whether the input of some layer differs for the samples `replaced` `[B]`.
+    """Return whether the input of some layer differs for the samples `replaced` `[B]`.
 
-    It does not if the model reads its samples from an object in which none can be replaced.
+    No input differs if the model reads its samples from an object in which none can be replaced.
     """
     tolerated = tolerance(first.dtypes)
     return any(
@@ -99,7 +99,7 @@ def reached(first: ForwardRows, second: ForwardRows, replaced: Tensor) -> bool:
 
 
 def kept(first: ForwardRows, second: ForwardRows, size: int, attributes: list[str]) -> str | None:
-    """A message about the first difference of two forwards that began with other attributes.
+    """Return a message about the first difference of forwards that began with other attributes.
 
     Args:
         first, second: two forwards of one batch.
@@ -114,7 +114,7 @@ def kept(first: ForwardRows, second: ForwardRows, size: int, attributes: list[st
 def _first_difference(
     first: ForwardRows, second: ForwardRows, unchanged: Tensor
 ) -> tuple[str, torch.Size, torch.Size] | None:
-    """(where two forwards differ first, the shape there in each forward), or None."""
+    """Return (where two forwards differ first, the shape there in each forward), or None."""
     tolerated = tolerance(first.dtypes)
     for i in range(max(len(first.where), len(second.where))):
         if first.where[i : i + 1] != second.where[i : i + 1]:
@@ -140,7 +140,7 @@ def changed_losses(
     sizes: Tensor | None = None,
     least: float = 0.0,
 ) -> Tensor:
-    """`[U]`, bool, on the CPU: samples of `kept` whose losses `[U]` differ.
+    """Return which samples of `kept` have different losses: `[U]`, bool, on the CPU.
 
     If a deterministic device repeats a computation, losses must be equal bit for bit. Otherwise
     they may differ by eps^(2/3), relative to the largest of the loss, the mean over `kept` and the
@@ -177,7 +177,7 @@ def changed_losses(
 
 
 def changed_rows(before: list[Tensor], now: list[Tensor]) -> Tensor | None:
-    """`[U]`, bool: rows with other contents in some tensor, by digests `[U]` of each tensor.
+    """Return which rows differ in some tensor: `[U]`, bool, from digests `[U]` of each tensor.
 
     Returns None if the two batches do not have the same tensors.
     """
@@ -192,12 +192,12 @@ def changed_rows(before: list[Tensor], now: list[Tensor]) -> Tensor | None:
 def changed_use(
     before: BackwardRows, now: BackwardRows, kept: Tensor, text: str, group: int | None = None
 ) -> str | None:
-    """A message about the layer nearest to the losses in which a kept sample's rows changed.
+    """Return a message with the layer nearest to the losses in which a kept sample's rows changed.
 
     Args:
         before, now: the rows of two backwards.
         kept: `[B]`, bool.
-        text: the message, to be formatted with the layer.
+        text: the message, into which the layer's name is formatted.
         group: the clipping group whose parameters are compared; None for all groups.
     """
     if not bool(kept.any()):
@@ -211,7 +211,7 @@ def changed_use(
         if len(one) != len(two):
             return _COUNTS.format(layer=layer)
         for a, b in zip(one, two, strict=True):
-            # A recurrent layer pads a row to the longest row that it had so far.
+            # A recurrent layer pads a row to the longest row that it has received so far.
             if now.rounds and a.lengths != b.lengths:
                 continue
             if bool((differing(a.summaries, b.summaries, tolerated).cpu() & included).any()):

@@ -15,7 +15,7 @@ _ALIGNED = 64
 
 
 def copied(batch: Any) -> Any:
-    """A copy of a batch with copies of its tensors and arrays."""
+    """Return a copy of a batch with copies of its tensors and arrays."""
 
     def own(x: Tensor | np.ndarray) -> Tensor | np.ndarray:
         return with_layout_of(x, x) if isinstance(x, Tensor) else x.copy()
@@ -24,7 +24,7 @@ def copied(batch: Any) -> Any:
 
 
 def with_layout_of(t: Tensor, values: Tensor) -> Tensor:
-    """Copy values, with the strides and alignment of t: the choice of kernels depends on both."""
+    """Copy values with the strides and alignment of t, on which the choice of kernels depends."""
     values = values.detach()
     if t.layout != torch.strided or t.is_nested:
         return values.clone().requires_grad_(t.requires_grad)
@@ -32,8 +32,8 @@ def with_layout_of(t: Tensor, values: Tensor) -> Tensor:
     extent = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
     flat = t.new_empty(offset + (extent if t.numel() else 0))
     copy = flat.as_strided(t.shape, t.stride(), offset)
-    # An expanded tensor stores several entries in one place.
+    # An expanded tensor stores several entries at one address.
     single = [slice(1) if s == 0 else slice(None) for s in t.stride()]
     copy[tuple(single)].copy_(values[tuple(single)])
-    # Without detach it would be a view, and its views would not be recognized as a batch's.
+    # Without detach the copy is a view, and views of it would not be recognized as the batch's.
     return copy.detach().requires_grad_(t.requires_grad)

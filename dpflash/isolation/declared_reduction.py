@@ -2,7 +2,7 @@
 
 If the model returns the scalar, the scalars of four batches with exchanged samples are compared.
 If the loop computes the scalar from the model's outputs, its gradient at the outputs is tested:
-for a cross-entropy, the gradient shows the weight of each token.
+the gradient of a cross-entropy shows the weight of each token.
 
 Letters: B samples, V classes.
 """
@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 _AT_ONCE = 1 << 22  # logits
-_FITS = 1e-3  # allowed error over a token's weight; losses of other kinds have larger errors
+_FITS = 1e-3  # allowed error over a token's weight; other losses than cross-entropy exceed it
 _SAME = 1e-4  # allowed relative difference of samples' weights
-_REPEATED = 4  # classes must recur in other samples so often to show one weight per class
-# Relative rounding error of a scalar of many terms.
+_REPEATED = 4  # classes must recur this often in other samples to show one weight per class
+# Relative rounding error of a scalar that is a sum of many terms.
 _SCALAR_ROUNDING = 1e-5
 
 REMEDY = (
     "Pass losses of single samples, without loss_reduction: engine.backward(criterion, (outputs, "
     "targets)); or engine.backward(dpflash.losses.causal_lm(logits, labels)), which shifts the "
-    "labels, or cross_entropy, which does not, times a weight of each sample where classes are "
-    "weighted"
+    "labels (dpflash.losses.cross_entropy does not). If classes are weighted, multiply each loss "
+    "by the weight of its sample"
 )
 _OVER_TOKENS = (
     "loss_reduction={declared!r}, but the scalar is a mean over all valid tokens of the batch "
@@ -51,12 +51,12 @@ _NOT_A_SUM = (
     "loss_reduction={declared!r}, but the scalar that the model returns is not the {declared} of "
     "losses of single samples, so nothing was released: exchanging samples of two batches changes "
     "the sum of their scalars. A mean over the batch's valid tokens, the default of Hugging Face "
-    "models, does that. " + REMEDY
+    "models, does this. " + REMEDY
 )
 
 
 def exchanges(size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sources `[B]` of three batches a, b, c that consist of the samples of one batch d.
+    """Return the samples `[B]` of three batches a, b, c, as indices into one batch d.
 
     In each row, the samples of a and d are also those of b and c, in one order or the other.
     """
@@ -66,7 +66,7 @@ def exchanges(size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def refuse_scalars(batches: Sequence[Sequence[Tensor]], declared: str) -> str | None:
-    """A message if the scalars of four batches are not reductions over their samples, or None.
+    """Return a message if the scalars of four batches are not reductions over samples, or None.
 
     Args:
         batches: 0-dim outputs of the model for batches a, b, c, d. In each row, the samples of a
@@ -89,7 +89,7 @@ def refuse_scalars(batches: Sequence[Sequence[Tensor]], declared: str) -> str | 
 def refuse_weights(
     outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int, declared: str
 ) -> str | None:
-    """A message if a cross-entropy weights the samples otherwise than declared, or None.
+    """Return a message if a cross-entropy weights the samples otherwise than declared, or None.
 
     Args:
         outputs: outputs of the model; those of shape `[B, ...]` or `[B * T, V]` are tested.
@@ -110,7 +110,7 @@ def refuse_weights(
         weights = of_tokens.sum(1)
         least, most = float(weights.min()), float(weights.max())
         if most - least > _SAME * most:
-            # The weight of a single sample is 1 in a sum too.
+            # The weight of a single sample is 1 in a sum, too.
             is_of_several = int((weights > _SAME * most).sum()) > 1 or declared == "mean"
             if abs(float(weights.sum()) - 1) < _SAME and is_of_several:
                 return _OVER_TOKENS.format(declared=declared)
@@ -126,7 +126,7 @@ def refuse_weights(
 
 
 def _is_of_no_known_scale(weights: Tensor, targets: Tensor, unit: float) -> bool:
-    """Whether a token's weight depends on its class alone, but by an unknown common factor.
+    """Return whether a token's weight depends only on its class, up to an unknown common factor.
 
     Args:
         weights: `[B, T]`, with different sums for different samples.
@@ -134,8 +134,8 @@ def _is_of_no_known_scale(weights: Tensor, targets: Tensor, unit: float) -> bool
         unit: weight of a sample in the declared reduction.
 
     Known factors are those of a sum over the tokens of a sample, and of a mean over all T tokens,
-    or over T - 1 if labels are shifted. Losses that weight samples, or weight tokens by their
-    probability, give one class different weights; for them False is returned.
+    or over T - 1 if labels are shifted. Losses that weight samples, or that weight tokens by their
+    probability, give one class different weights; for them the result is False.
     """
     used = weights > 0
     classes, index = targets[used].unique(return_inverse=True)
@@ -155,10 +155,10 @@ def _is_of_no_known_scale(weights: Tensor, targets: Tensor, unit: float) -> bool
 
 
 def _weights(logits: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Weights `[B, T]`, float64, of each sample's tokens in a cross-entropy, and their classes.
+    """Return weights `[B, T]`, float64, of each sample's tokens in a cross-entropy; and classes.
 
     The gradient of w * cross_entropy(z, y) is w * (softmax(z) - onehot(y)). Returns None if the
-    gradient does not have this form, or its dtype is too coarse.
+    gradient does not have this form, or if its dtype is too coarse.
     """
     if logits.dtype not in (torch.float32, torch.float64) or grad.dtype != logits.dtype:
         return None
@@ -176,30 +176,30 @@ def _weights(logits: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _chunks(z: Tensor, g: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Logits and gradients in chunks of n tokens, `[n, V]`."""
+    """Return logits and gradients in chunks of n tokens, `[n, V]`."""
     z, g = z.flatten(0, 1), g.flatten(0, 1)
     count = max(1, _AT_ONCE // max(1, z.shape[1]))
     return list(zip(z.split(count), g.split(count), strict=True)) if z.shape[1] > 1 else []
 
 
 def _token_weights(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Weights `[n]`, float64, and classes of tokens `[n, V]`; None if g has another form.
+    """Return weights `[n]`, float64, and classes of tokens `[n, V]`; None if g has another form.
 
-    The weight is 0 for tokens without a gradient.
+    Tokens without a gradient have weight 0.
     """
     rounding = 4 * torch.finfo(g.dtype).eps
     z, g = z.double(), g.double()
     if bool((g.ne(0).sum(1) <= 1).all() and (g <= 0).all() and g.any()):
-        # z may be log-probabilities: the gradient of a likelihood is nonzero at the target alone.
+        # z may be log-probabilities: a likelihood's gradient is nonzero only at the target.
         are_logs = z.logsumexp(1)[g.any(1)].abs() < 8 * rounding * z.shape[1]
         return (-g.sum(1), g.argmin(1)) if bool(are_logs.all()) else None
     least, target = g.min(1, keepdim=True)
-    # The gradient at a target whose probability rounds to 1 is 0.
+    # If the target's probability rounds to 1, its gradient is 0.
     target = torch.where(least < 0, target, z.argmax(1, keepdim=True))
     others = z.softmax(1).scatter(1, target, 0.0)
     of_others = others.sum(1)
     used = g.ne(0).any(1)
-    # Over the other classes nothing cancels, even if the target's probability is almost 1.
+    # Sums over the other classes do not cancel, even if the target's probability is almost 1.
     weights = g.scatter(1, target, 0.0).sum(1) / of_others
     weights = torch.where(used, weights, torch.zeros_like(weights))
     expected = (weights.unsqueeze(1) * others).scatter(1, target, -(weights * of_others)[:, None])

@@ -13,20 +13,20 @@ _PADDING = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, "sample_index"
 
 
 def with_changed_documents(batch: PackedBatch, number: int) -> tuple[PackedBatch, Tensor]:
-    """A copy of a batch in which some documents are left out, and others have other tokens.
+    """Return a copy of a batch in which some documents are left out and some have other tokens.
 
     Pairs of trials alternate: one pair changes every other document (in later pairs every other
     two, four, ...), the next pair the longer half and then the shorter half. A document that is
     left out becomes padding, so the borders and the numbers of documents, tokens and labels change
-    too. Another changed document keeps its place and length, and gets the tokens and labels of the
-    next document in reverse order, so its first token changes even if all documents begin alike.
+    too. Other changed documents keep their positions and lengths, and get the next document's
+    tokens and labels in reverse order: the first token changes even if documents begin alike.
 
     Args:
-        batch: not changed.
-        number: number of the trial, from 0, which determines the documents that are changed.
+        batch: the batch, which is not changed.
+        number: number of the trial, from 0; it determines which documents are changed.
 
     Returns:
-        (batch, `[U]`, bool: documents that are unchanged while others changed).
+        (batch, `[U]`, bool: whether the document is unchanged while others changed).
     """
     units = batch.units
     filled = sorted(range(units.size), key=lambda unit: units.spans[unit])
@@ -58,12 +58,12 @@ def with_changed_documents(batch: PackedBatch, number: int) -> tuple[PackedBatch
 
 
 def moved(batch: PackedBatch) -> PackedBatch | None:
-    """A copy of a batch in which the whole documents of each row are in reverse order.
+    """Return a copy of a batch in which the whole documents of each row are in reverse order.
 
-    A document that spans several rows stays in place. Samples keep their numbers.
+    A document that spans several rows stays in its position. Samples keep their numbers.
 
     Returns:
-        The copy; None if no row has two whole documents.
+        The copy; None if no row contains two whole documents.
     """
     units, width = batch.units, batch.units.shape[-1]
     rows: dict[int, list[int]] = {}
@@ -94,7 +94,7 @@ def moved(batch: PackedBatch) -> PackedBatch | None:
 
 
 def _chosen(batch: PackedBatch, filled: list[int], number: int) -> tuple[list[int], list[int]]:
-    """(Documents to change, those of them to leave out); the batch has two or more documents."""
+    """Return (documents to change, which of these to leave out), given two documents or more."""
     pair, odd = divmod(number, 2)
     by_length = sorted(filled, key=lambda unit: -_length(batch, unit))
     half = (len(filled) + 1) // 2
@@ -113,5 +113,5 @@ def _length(batch: PackedBatch, unit: int) -> int:
 
 
 def _reversed(values: Tensor, length: int) -> Tensor:
-    """The values in reverse order, repeated up to this length."""
+    """Return the values in reverse order, repeated up to this length."""
     return values.flip(0)[torch.arange(length) % len(values)]

@@ -1,9 +1,9 @@
-"""ExampleTrial: tests with a public batch, before the first draw, whether samples stay apart.
+"""ExampleTrial: tests with a public batch, before training, whether samples stay apart.
 
 The batch is run three times: with other contents in half of its samples, with other contents in
-the other half, and unchanged. The losses, the layers' inputs and the per-sample gradients of the
-samples that kept their contents must be the same. Nothing is trained on the batch. Since it is
-public, the error says what changed, in which layer or sample, and by how much.
+the other half, and unchanged. For samples that keep their contents, the losses, the layers' inputs
+and the per-sample gradients must be the same in these runs. Nothing is trained on the batch. Since
+it is public, the error says what changed, in which layer or sample, and by how much.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from .recording import Recording
 from .sandbox import Sandbox
 
 _LOSS = (
-    "the loss of sample {sample} is {now:.6g} in the example, and {before:.6g} where others are "
-    "replaced, so it depends on them. The usual causes are a mean, a norm or a maximum over the "
-    "batch in the loop or in the loss (normalized advantages, class weights, mixup, hard "
-    "negatives), and something that the loop keeps of a batch for the next one. Compute the loss "
+    "the loss of sample {sample} is {now:.6g} in the example, and {before:.6g} if other samples "
+    "are replaced, so it depends on them. The usual causes are a mean, a norm or a maximum over "
+    "the batch in the loop or in the loss (normalized advantages, class weights, mixup, hard "
+    "negatives), and data of a batch that the loop keeps for the next batch. Compute the loss "
     "of each sample from its own row alone; engine.check helps to find the operation"
 )
 _GRADIENT = (
     "the gradient of layer '{layer}' for a sample changed as other samples of the example were "
-    "replaced, so it depends on them: a factor of the losses that the batch determines, a "
-    "contrastive loss, or a scalar that is no mean or sum of losses of single samples (a mean "
-    "over the batch's tokens, class weights). Compute the loss of each sample from its own row"
+    "replaced, so it depends on them. Usual causes: a factor of the losses that the batch "
+    "determines, a contrastive loss, or a scalar that is no mean or sum of losses of single "
+    "samples (token means, class weights). Compute the loss of each sample from its own row"
 )
 _ROWS = (
-    "the rows that engine.backward(loss_fn, batch) gets of samples of the example changed as "
-    "others were replaced: the loop computes something over the batch before. Leave it to loss_fn"
+    "the rows that engine.backward(loss_fn, batch) gets for samples of the example changed as "
+    "others were replaced: the loop computes over the batch before. Compute in loss_fn instead"
 )
 _LATE = (
-    "losses or gradients of samples of make_private(example=...) changed as others were replaced. "
-    "The loop has read private batches under no_grad before, so the error gives no details: train "
-    "first, or run the loop again in a new process"
+    "losses or gradients of samples of make_private(example=...) changed as other samples were "
+    "replaced. The loop has read private batches under no_grad before, so the error gives no "
+    "details: train first, or run the loop again in a new process"
 )
 _CALLS = (
     "the loop left out the backward of the example, or called the model a different number of "
@@ -55,16 +55,16 @@ _CALLS = (
 
 
 class ExampleTrial:
-    """Runs the public batch of `make_private(example=)` once, altered and unchanged.
+    """Runs the public batch of `make_private(example=)`: altered twice, and unchanged.
 
     Args:
-        batch: a batch in the form in which the loop gets it, samples first; not changed.
+        batch: a batch as the loop receives it, samples first; it is not changed.
         sandbox: the sandbox of model and loop.
 
     Attributes:
         size: U, the number of samples.
         units: the samples if they are packed documents, else None.
-        recording: the recording of the run under way; None outside of a run.
+        recording: the recording of the current run; None outside a run.
     """
 
     def __init__(self, batch: Any, sandbox: Sandbox) -> None:
@@ -76,7 +76,7 @@ class ExampleTrial:
         self._is_done = self._is_late = False
 
     def _altered(self) -> list[Alteration]:
-        """Two altered versions of the batch."""
+        """Return two altered versions of the batch."""
         if isinstance(self._batch, PackedBatch):
             return [alteration.of_documents(self._batch, number) for number in (0, 1)]
         rng = np.random.default_rng(0)
@@ -85,11 +85,11 @@ class ExampleTrial:
         return [found, alteration.complement(self._batch, found, rng)]
 
     def runs(self) -> Iterator[Alteration]:
-        """Yield the batches that the loop is to run: two altered versions, then the batch itself.
+        """Yield the batches that the loop must run: two altered versions, then the batch itself.
 
         Raises:
             ValueError: samples are not kept apart; the next call tries again.
-            PrivateRefusal: the same, if the loop has read private batches under no_grad before.
+            PrivateRefusal: instead, if the loop has read private batches under no_grad before.
         """
         self._is_late |= not torch.is_grad_enabled()
         if self._is_done or not torch.is_grad_enabled():
@@ -119,7 +119,7 @@ class ExampleTrial:
 
 
 def _difference(before: Recording, now: Recording, kept: Tensor) -> str | None:
-    """A message about the first difference in the samples `kept` `[U]`, or None."""
+    """Return a message about the first difference in the samples `kept` `[U]`, or None."""
     if not (before.had_backward and now.had_backward) or len(before.calls) != len(now.calls):
         return _CALLS
     for first, second in zip(before.calls, now.calls, strict=True):
@@ -143,7 +143,7 @@ def _difference(before: Recording, now: Recording, kept: Tensor) -> str | None:
 
 
 def samples_in(batch: Any) -> int:
-    """The number of samples in an example.
+    """Return the number of samples in an example.
 
     Raises:
         ValueError: the example has fewer than two samples.
@@ -156,6 +156,6 @@ def samples_in(batch: Any) -> int:
     if size < 2:
         raise ValueError(
             f"example={type(batch).__name__}: expected a public batch of two samples or more, as "
-            "the loop gets one (tensors with the samples first); pass 4 to 8"
+            "the loop receives batches (tensors with the samples first); pass 4 to 8 samples"
         )
     return size

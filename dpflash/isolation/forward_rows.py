@@ -17,18 +17,18 @@ OUTPUT = "the model's output"
 
 
 class ForwardRows:
-    """Records the inputs of the private layers and the outputs in a forward, in order.
+    """Records the inputs of the private layers and the model's outputs in a forward, in order.
 
     Args:
-        compares: whether modules that run sample by sample compare with a forward of the batch.
-        only_dtypes: whether nothing but dtypes is recorded.
+        compares: whether modules that run sample by sample are compared with a run of the batch.
+        only_dtypes: whether only dtypes are recorded.
         units: the samples if they are not single rows, else None.
 
     Attributes:
         size: B; 0 until the forward is over.
         layers: names of the modules that ran.
-        padded: lengths to which layers padded their input.
-        scalars: outputs of one number with a gradient, such as a loss that the model returns.
+        padded: lengths to which layers padded their inputs.
+        scalars: outputs with a single element and a gradient, such as a loss of the model.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ForwardRows:
         self.size, self.layers = size, list(layers)
 
     def note(self, name: str, x: Tensor, *, padded_to: int | None = None) -> None:
-        """Record the input of a layer, and the length to which it padded sequences.
+        """Record the input of a layer, and the length to which the layer padded sequences.
 
         Args:
             name: name of the layer.
@@ -96,7 +96,7 @@ class ForwardRows:
             self._least.append(sizes.argmin())
 
     def telling(self, samples: list[int]) -> list[int]:
-        """Rows that most often had the greatest entry of the batch, or the smallest maximum.
+        """Return the samples that most often had the batch's greatest entry, or smallest maximum.
 
         The first and the last sample are among them, since code may use these for all samples.
         """
@@ -107,5 +107,5 @@ class ForwardRows:
 
 
 def is_scalar(x: Tensor) -> bool:
-    """Whether a tensor is one number, in any number of dimensions."""
+    """Return whether a tensor has a single element, in any number of dimensions."""
     return x.numel() == 1

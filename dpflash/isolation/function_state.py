@@ -31,16 +31,16 @@ _MISSING: Any = object()
 class FunctionState:
     """Saves the random generators and the data that functions can reach.
 
-    They are looked for in the functions' closures, in the globals that their code names, in
-    attributes of objects and of their classes, and in small containers found there. Not saved are
-    larger containers, more than 2^20 numbers in tensors and arrays, and the state of dpflash,
-    torch, NumPy and the standard library. Data is saved only of objects whose classes come from
-    the packages of the functions: other objects, if restored, would no longer match the resources
-    that they hold (open files, threads that wait on a queue).
+    The search covers the functions' closures, the globals that their code names, attributes of
+    objects and of their classes, and small containers found there. Not saved are larger
+    containers, more than 2^20 numbers in tensors and arrays, and the state of dpflash, torch,
+    NumPy and the standard library. Data is saved only of objects whose classes come from the
+    packages of the functions: other objects, if restored, would no longer match the resources that
+    they hold (open files, threads that wait on a queue).
 
     Args:
         functions: functions, or objects with methods.
-        with_data: whether data is saved; if not, only generators are.
+        with_data: whether to save data too, or generators only.
     """
 
     def __init__(self, *functions: Any, with_data: bool = True) -> None:
@@ -59,7 +59,7 @@ class FunctionState:
             level = parts
 
     def restore(self) -> None:
-        """Restore what was saved."""
+        """Restore the saved generators and data."""
         for restore in self._restores:
             restore()
         for _, restore_generator in self._generators:
@@ -77,15 +77,15 @@ class FunctionState:
                 generator.seed(seed)
 
     def has_generators_of(self, other: FunctionState) -> bool:
-        """Whether all generators of the other state are among those of this state."""
+        """Return whether all generators of the other state are among those of this state."""
         own, others = ({id(x) for x, _ in state._generators} for state in (self, other))
         return others <= own
 
     def random_states(self) -> bytes:
-        """The present states of the generators."""
+        """Return the current states of the generators, pickled."""
         states = [restore_of(generator) for generator, _ in self._generators]
         held = [state.args[-1] for state in states if state is not None]
-        # Pickles of equal tensors may differ.
+        # As NumPy arrays: pickles of equal tensors may differ.
         return pickle.dumps([x.numpy() if isinstance(x, Tensor) else x for x in held])
 
     def _parts_of(self, value: Any) -> Iterator[Any]:
@@ -159,7 +159,7 @@ class FunctionState:
 
 
 def _package_of(value: Any) -> str:
-    """The package that a function, or the class of another object, comes from."""
+    """Return the package of a function, or of another object's class."""
     while type(value) is partial:
         value = value.func
     if type(value) is MethodType:
@@ -174,7 +174,7 @@ def _is_of_library(module: str | None) -> bool:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Names of globals in the code and in the functions that the code defines."""
+    """Return the names of globals in the code and in functions that the code defines."""
     inner = (_names_in(part) for part in code.co_consts if isinstance(part, CodeType))
     own = {x.argval for x in dis.get_instructions(code) if x.opname.endswith("_GLOBAL")}
     return own.union(*inner)

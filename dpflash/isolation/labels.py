@@ -1,7 +1,7 @@
-"""ReplacedLabels: which labels were replaced in trials, since a rare label may weight all losses.
+"""ReplacedLabels: which labels trials have replaced, since a rare label may weight all losses.
 
-A mean with class weights couples samples only if a batch has several classes. So a microbatch with
-a class that was not yet replaced in a trial, or not yet kept, is tried.
+A mean with class weights couples samples only if a batch has several classes. So a microbatch is
+tried if it has a class that no trial has replaced yet, or that no trial has kept yet.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from torch import Tensor
 from ..packing import Units
 from .rows import entries_of, sample_of_rows
 
-# Integers with more distinct values are numbers, not classes.
+# Integers with more distinct values are assumed to be numbers, not classes.
 _MOST = 64
-# A label is known after so many trials, or once it was replaced in a trial and kept in a trial.
+# A label is known after this many trials, or once trials have both replaced and kept it.
 _ENOUGH = 6
 
 
 class ReplacedLabels:
-    """Counts the trials of each label; labels are integers of which each row has one."""
+    """Counts the trials of each label; labels are integers, one for each row."""
 
     def __init__(self) -> None:
-        # By (place of the labels in the batch, "tried", "replaced" or "kept").
+        # Keys: (path of the labels in the batch, "tried", "replaced" or "kept").
         self._trials: dict[tuple[str, str], Counter[int]] = {}
 
     def has_new(self, batch: Any, real: Tensor, units: Units | None) -> bool:
-        """Whether the samples `real` `[U]` of a batch have a label that is not known."""
+        """Return whether the samples `real` `[U]` of a batch have a label that is unknown."""
         for place, x in _labels(batch, real, units):
             own, (tried, *ways) = set(x), self._of(place)
-            # If all samples have one label, a trial would replace it by itself.
+            # If all samples have one label, a trial would replace the label by itself.
             if len(own) > 1 and len(tried) < _MOST:
                 if any(tried[v] < _ENOUGH and not all(way[v] for way in ways) for v in own):
                     return True
         return False
 
     def note(self, batch: Any, kept: Tensor, real: Tensor, units: Units | None) -> None:
-        """Record the labels of a microbatch that is tried.
+        """Record the labels of a microbatch on which a trial runs.
 
         Args:
             batch: the unaltered microbatch.
@@ -57,13 +57,13 @@ class ReplacedLabels:
                     count.update(set(part[place]))
 
     def _of(self, place: str) -> list[Counter[int]]:
-        """How often each label was tried, how often replaced, and how often kept."""
+        """Return how often each label was tried, how often replaced, and how often kept."""
         names = ("tried", "replaced", "kept")
         return [self._trials.setdefault((place, name), Counter()) for name in names]
 
 
 def _labels(batch: Any, included: Tensor, units: Units | None) -> Iterator[tuple[str, list[int]]]:
-    """(place, labels of the rows of the samples `included` `[U]`)."""
+    """Yield (path, labels of the rows of the samples `included` `[U]`)."""
     sample_of = sample_of_rows(len(included), units)
     rows = torch.isin(sample_of, included.nonzero())
     for place, x in entries_of(batch, len(rows)):

@@ -30,26 +30,25 @@ from ..verification.attributes import copied, is_same
 
 _DEEP = 3
 _MOST_PARTS = 64
-# Values of these types hold no generator.
+# Types whose values hold no generator.
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 _NO_OBJECTS = (type, ModuleType)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 # Packages whose module variables do not belong to the training loop.
 _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
-# References to a frame's copy of its variables: the frame's, ours and that of the argument.
+# References to a frame's copy of its variables: by the frame, this code and the argument.
 _OF_FRAME = 3
 
 
 class Generators:
     """The states of the random generators that the running functions can reach.
 
-    Generators are looked for in the functions' local and global variables, in containers there,
-    and in attributes. The global generators of torch, NumPy and Python are in `RandomState`
-    instead. Functions that call `locals()` are left out, since reading their variables changes
-    its result.
+    The search covers the functions' local and global variables, containers in them, and
+    attributes. `RandomState` holds the global generators of torch, NumPy and Python instead.
+    Functions that call `locals()` are left out, since reading their variables changes its result.
 
     Attributes:
-        schedulers: the learning rate schedulers, found in the same way.
+        schedulers: the learning rate schedulers, found in the same search.
     """
 
     def __init__(self) -> None:
@@ -97,7 +96,7 @@ class Generators:
 
 
 class Options:
-    """Saved options of optimizers and of the next release, and state of the schedulers.
+    """Saved options of optimizers and of the next release, and the schedulers' state.
 
     Args:
         optimizers, schedulers: the optimizers and the learning rate schedulers.
@@ -114,7 +113,7 @@ class Options:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 own = {name: value for name, value in group.items() if name != "params"}
-                # Schedulers write into options that are tensors.
+                # Copied with tensors: schedulers write into options that are tensors.
                 self._held.append((group, copied(own, {}, with_tensors=True)))
         self._options = len(self._held)
         for scheduler in schedulers:
@@ -122,7 +121,7 @@ class Options:
             self._held += [(vars(x), vars(x).copy()) for x in (*inner, scheduler)]
 
     def restore(self, *, changed_since: Options | None = None) -> None:
-        """Restore the options; with `changed_since`, only groups that differ between the two."""
+        """Restore the options; with `changed_since`, only of groups that changed since then."""
         others = self._held if changed_since is None else changed_since._held
         for number, (own, held) in enumerate(self._held):
             if changed_since is not None and is_same(others[number][1], held):
@@ -130,7 +129,7 @@ class Options:
             for name, value in held.items():
                 now: Any = own.get(name)
                 if _is(value, Tensor) and _is(now, Tensor) and now.shape == value.shape:
-                    # Written in place, for other holders of the tensor.
+                    # Written in place, since other objects may reference the tensor.
                     if not is_same(now, value):
                         now.copy_(value)
                 elif number < self._options:
@@ -139,7 +138,7 @@ class Options:
                     own[name] = value
 
     def changed_otherwise(self, begin: Options, now: Options) -> str | None:
-        """The name of an option with three different values: at begin, here and now; or None.
+        """Return the name of an option with three values, at begin, here and now, or None.
 
         Args:
             begin, now: options of the same optimizers; schedulers may differ.
@@ -154,20 +153,20 @@ class Options:
 
 
 def _shows_variables(code: CodeType) -> bool:
-    """Whether a function may hold the dict that is its frame's `f_locals`."""
+    """Return whether a function may hold the dict that is its frame's `f_locals`."""
     is_copied = sys.version_info < (3, 13) and bool(code.co_flags & inspect.CO_OPTIMIZED)
-    # pytest's assert statements call it too.
+    # The assert statements of pytest call locals() too.
     return is_copied and "locals" in code.co_names and "@py_builtins" not in code.co_names
 
 
 def _is(value: Any, *kinds: type) -> bool:
-    """Whether a value's own type is of one of the kinds; isinstance would ask a dead proxy."""
+    """Return whether a value's own type is of these types; isinstance would ask a dead proxy."""
     return issubclass(type(value), kinds)
 
 
 def _parts_of(value: Any) -> Collection[Any]:
-    """The parts of a small container, or the attributes of another object."""
-    # Without running code of its class, which may have effects.
+    """Return the parts of a small container, or the attributes of another object."""
+    # Runs no code of the object's class, which may have side effects.
     for kind, parts in ((dict, dict.values), (list, list.copy), (tuple, tuple.__iter__)):
         if _is(value, kind):
             return list(parts(value)) if kind.__len__(value) <= _MOST_PARTS else ()
@@ -192,7 +191,7 @@ def _contents_of(cell: CellType) -> list[Any]:
 
 
 def restore_of(value: Any) -> partial[Any] | None:
-    """Make a partial that restores a generator's present state, its last argument; or None."""
+    """Return a partial that restores a generator's current state, its last argument, or None."""
     if not _is(value, *_GENERATORS):
         return None
     if _is(value, torch.Generator):

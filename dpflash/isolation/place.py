@@ -1,12 +1,12 @@
-"""PlaceTrial: tests that the loss of a sample does not depend on its place in the batch.
+"""PlaceTrial: tests that a sample's loss does not depend on its place in the batch.
 
-The place of a sample is the length to which it is padded, and which samples are in the rows before
-and after it; the place of a packed document is its position in its row. Before a microbatch is
-trained on, it is run without dropout and with its samples in other places: half of the samples in
-each other's rows; the shorter samples alone, without the padding for the longer ones; or the
-documents of each row in reverse order. Up to rounding, losses must equal those of training; if the
-loop reduces losses to a scalar, per-sample gradients must. If the model has dropout, a further run
-without dropout takes the place of training.
+A sample's place is the length to which it is padded, and the samples in the rows around it; a
+packed document's place is its position in its row. Before a microbatch is trained on, it is run
+without dropout and with its samples in other places: half of the samples exchange their rows; the
+shorter samples run without the padding for the longer samples; or the documents of each row are in
+reverse order. Up to rounding, losses must equal those of training; if the loop reduces losses to a
+scalar, the per-sample gradients must. If the model has dropout, the losses of training are
+replaced by those of another run without dropout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .place_gradients import PlaceGradients
 from .rows import exchanged, mask_sums, rows_of
 from .sandbox import Sandbox
 
-# In so many first draws, the gradients of losses [B] are compared too.
+# The number of first logical batches in which the gradients of losses [B] are compared too.
 _FIRST = 2
 # Dtypes with a machine epsilon above this have 16 bits or fewer.
 _COARSE = 1e-5
@@ -41,7 +41,7 @@ _Backward = Callable[[list[Tensor], list[Tensor]], object]
 
 
 class Kind(NamedTuple):
-    """A way to move samples to other places: with less padding, in another order, in other rows.
+    """A way to move samples to other places: less padding, other order, or other rows.
 
     Attributes:
         how: the description of these places in `engine.trials`.
@@ -90,12 +90,12 @@ OF_DOCUMENTS = (OTHER_NEIGHBORS,)
 
 
 class Place(NamedTuple):
-    """A microbatch whose samples are in other places.
+    """A microbatch whose samples were moved to other places.
 
     Attributes:
         batch: the microbatch to run.
-        kept: `[U]`, bool: the samples whose losses must not change, each in its own row.
-        kind: how its samples were moved.
+        kept: `[U]`, bool: the samples whose losses must not change; each is still in its own row.
+        kind: how the samples were moved.
     """
 
     batch: Any
@@ -104,24 +104,24 @@ class Place(NamedTuple):
 
 
 class PlaceTrial:
-    """Tests that losses do not depend on places: padding, order, and neighbors in a packed row.
+    """Tests that losses do not depend on padding, on row order, or on neighbors in a packed row.
 
     Args:
         sandbox: the sandbox of model and loop.
         has_ranks: whether there are other ranks, which must run the same number of microbatches.
         devices: the model's devices other than the CPU.
-        modules: returns the model's modules.
-        is_alone: whether this rank has whole samples and parameters, so that a backward needs no
+        modules: function that returns the model's modules.
+        is_alone: whether this rank has whole samples and parameters, so that its backward needs no
             exchange.
-        declared: the loss_reduction, or None. With it gradients are compared in each draw; without
-            it, for 32-bit models, in the first two draws, since a head of zeros hides changes.
-        numbers: the present max_grad_norm, by its name.
+        declared: the loss_reduction, or None. If it is set, gradients are compared in each logical
+            batch; else in the first two (32-bit models), since a head of zeros hides changes.
+        numbers: the current max_grad_norm, by its name.
 
     Attributes:
-        is_running: whether one of the runs is under way.
-        gradients: watches the gradients of the run under way; None if they are not compared.
-        waits: whether the losses of the microbatch itself are to be compared.
-        refused: why the last tried microbatch is to be refused, or None.
+        is_running: whether one of the runs has begun and not ended.
+        gradients: watches the gradients of the current run; None if they are not compared.
+        waits: whether the losses of the microbatch itself will be compared.
+        refused: the message of a refusal for the last tried microbatch, or None.
         compared: the kinds of places in which the losses did not change.
         without_dropout: the torch function mode in which the forwards of a run are called.
     """
@@ -141,7 +141,7 @@ class PlaceTrial:
         self.compared: set[Kind] = set()
         self.refused: str | None = None
         self._sandbox, self._has_ranks = sandbox, has_ranks
-        self._tried: set[Kind] = set()  # The kinds tried in this draw.
+        self._tried: set[Kind] = set()  # The kinds tried in this logical batch.
         self._places: list[Place] = []
         self._turn = 0
         self._losses: list[Tensor] = []
@@ -150,7 +150,7 @@ class PlaceTrial:
         self._declared, self._numbers = declared, numbers
         self._runs: list[PlaceGradients] = []
         self._waits_for_gradients = False
-        # (output of the model, leaf that the loop got in its place), see `ends_at`.
+        # (output of the model, leaf that the loop got instead), see `ends_at`.
         self._ends: list[tuple[Tensor, Tensor]] = []
         self._backward: _Backward = lambda outputs, grads: None
         self._dtypes: set[torch.dtype] = set()
@@ -162,29 +162,29 @@ class PlaceTrial:
         self._others: Any = None
 
     def is_due(self, *, begins_draw: bool, is_tried: bool) -> bool:
-        """Whether to try the coming microbatch, in kinds of places not tried in this draw yet.
+        """Return whether to try the next microbatch in kinds of places that are still untried.
 
         Args:
-            begins_draw: whether it is the first microbatch of a draw.
-            is_tried: whether microbatches of this draw are tried.
+            begins_draw: whether it is the first microbatch of a logical batch.
+            is_tried: whether microbatches of this logical batch are tried.
         """
         self.end(loop=False)  # The loop may have left an earlier iterator in a run.
         self.waits = self._waits_for_gradients = False
         if begins_draw:
             self._tried = set()
-        # Another comparison would forget a refusal.
+        # A further comparison would overwrite a refusal.
         return is_tried and (begins_draw or self.refused is None)
 
     def take_by_sample(self) -> None:
-        """Note that the losses of the microbatch itself are computed one at a time."""
+        """Note that the losses of the microbatch itself are computed one sample at a time."""
         self._is_by_sample = True
 
     def runs(self, batch: Any, places: Sequence[Place]) -> Iterator[Any]:
-        """The microbatches to run, first those in other places; none if nothing is compared.
+        """Yield the microbatches to run, first those with moved samples; none without comparison.
 
         Args:
-            batch: not changed.
-            places: the batch with its samples moved. With ranks each draw runs one, in turn.
+            batch: the microbatch, which is not changed.
+            places: the batch with moved samples. With ranks, each logical batch runs one, in turn.
         """
         if self._has_ranks:
             if self._tried:
@@ -210,7 +210,7 @@ class PlaceTrial:
             self._waits_for_gradients = len(self._runs) == len(places)
 
     def attach(self, backward: _Backward) -> None:
-        """Set the function that runs the backward of a run from its outputs and gradients."""
+        """Set the function that runs a run's backward from its outputs and their gradients."""
         self._backward = backward
 
     def begin(self) -> None:
@@ -222,7 +222,7 @@ class PlaceTrial:
             self.gradients = PlaceGradients(self._turn)
 
     def start(self) -> None:
-        """Note that the loop gets the microbatch now, with the generators seeded."""
+        """Note that the loop receives the microbatch now, and that the generators are seeded."""
         if self.is_running:
             self._words = 0
             self._expected = torch.Generator()
@@ -230,7 +230,7 @@ class PlaceTrial:
             self._others = self._other_states()
 
     def forward(self, dtypes: set[torch.dtype], *, is_random: bool) -> None:
-        """Note a call of the model, which draws one number from torch's generator for its masks.
+        """Note a call of the model; it draws one number from torch's generator, for its masks.
 
         Args:
             dtypes: the dtypes that the model computes in.
@@ -239,7 +239,7 @@ class PlaceTrial:
         self._words += 1
         self._dtypes |= dtypes
         if self._declared is None and _epsilon(self._dtypes) > _COARSE:
-            # The rounding of deep models changes gradients by more than a coupling does.
+            # In deep models, rounding changes gradients by more than a coupling does.
             self.gradients = None
         self._is_random |= is_random
 
@@ -271,13 +271,13 @@ class PlaceTrial:
                 module.training = True
 
     def take_scalar(self, loss: Tensor) -> bool:
-        """Run a scalar loss's backward to the leaves of `ends_at`; False if there are none."""
+        """Run a scalar loss's backward to the leaves of `ends_at`; return False without leaves."""
         if self._ends:
             torch.autograd.backward(loss, inputs=[own for _, own in self._ends])
         return bool(self._ends)
 
     def end(self, *, loop: bool = True) -> None:
-        """End a run, and restore model and loop."""
+        """End a run, and restore the model and, with `loop`, the loop."""
         if not self.is_running:
             return
         self.is_running = False
@@ -303,7 +303,7 @@ class PlaceTrial:
         return random.getstate(), pickle.dumps(np.random.get_state(legacy=False)), *own
 
     def of_training(self, refuse: Callable[[str], object]) -> tuple[PlaceGradients, ...]:
-        """The watch that compares the microbatch's own backward with those of the runs.
+        """Return the watch that compares the microbatch's own backward with those of the runs.
 
         Args:
             refuse: called with the message of a refusal, before gradients are summed.
@@ -320,9 +320,9 @@ class PlaceTrial:
         return (found,)
 
     def take(self, losses: Tensor) -> None:
-        """Take the losses `[U]` of a run, or of the microbatch itself if `waits`.
+        """Record the losses `[U]` of a run, or of the microbatch itself if `waits`.
 
-        The last losses are compared with those of the runs before, and set `refused`.
+        The losses of the microbatch are compared with those of the runs, which sets `refused`.
         """
         self._losses.append(losses.detach().clone())
         if len(self._losses) <= len(self._places):
@@ -349,7 +349,7 @@ class PlaceTrial:
         count = len(self._places[0].kept)
         if self._is_random or any(x.shape != now.shape or len(x) != count for x in (*before, now)):
             return
-        # Float64 models of Hugging Face compute norms and rotary positions in float32.
+        # Hugging Face's float64 models compute norms and rotary positions in float32.
         eps = _epsilon(self._dtypes | {now.dtype, torch.float32})
         rounding = eps ** (2 / 3)
         if sizes is not None and eps > _COARSE:
@@ -362,14 +362,14 @@ class PlaceTrial:
                 found, now, place.kept, rounding=rounding, sizes=sizes, least=least
             )
             if bool(changed.any()):
-                # Kept, so that a loop which catches the error gets it again.
+                # Stored, so that a loop that catches the error receives it again.
                 self.refused = place.kind.refusal
                 return
             self.compared.add(place.kind)
 
 
 def _epsilon(dtypes: Collection[torch.dtype]) -> float:
-    """The largest machine epsilon of the floating-point dtypes; 0 if there are none."""
+    """Return the largest machine epsilon of the floating-point dtypes; 0 without such dtypes."""
     found = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
     return max(found, default=0.0)
 
@@ -379,12 +379,12 @@ def _of_group(parts: Collection[tuple[int, int, bool]], group: int) -> set[tuple
 
 
 def fuller_left_out(batch: Any, rows: Sequence[bool]) -> tuple[Any, list[bool]] | None:
-    """Replace the rows with the most ones in a mask, the longer samples, by copies of another row.
+    """Replace the longer samples (rows with the most ones in a mask) by copies of another row.
 
     The rows may be padded to one length: a loop may cut them to the batch's longest sample.
 
     Args:
-        batch: not changed.
+        batch: the microbatch, which is not changed.
         rows: which of its rows are samples.
 
     Returns:
@@ -406,7 +406,7 @@ def in_another_order(batch: Any, real: Tensor, rng: np.random.Generator) -> Plac
     """Exchange the rows of a random half of the samples; the other samples are compared.
 
     Args:
-        batch: not changed.
+        batch: the microbatch, which is not changed.
         real: `[B]`, bool: which of its rows are samples.
         rng: a secret generator.
 

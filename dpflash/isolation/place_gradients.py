@@ -14,25 +14,25 @@ from torch import Tensor
 from ..verification.watch import WatchedGate
 
 # The product of a difference with one Gaussian vector is below a third of the difference's norm in
-# 26 of 100 draws, the root mean square of 16 products in 4 of 10^6. If the difference is a token's
-# x g^T, these are 48 and 0.3 of 100.
+# 26 of 100 draws, and the root mean square of 16 products in 4 of 10^6. If the difference is the x
+# g^T of a single token, these figures are 48 and 0.3 of 100.
 _VECTORS = 16
 
 
 class PlaceGradients:
-    """Watches a backward; keeps the products of each sample's gradient with K random vectors.
+    """Watches a backward, and computes products of each sample's gradient with K random vectors.
 
     Padding has no gradient, so a sample's products do not depend on its padding or its row.
 
     Args:
         seed: seed of the random vectors; runs with the same seed are comparable.
-        finished: called with the number of a clipping group when all its gradients have arrived.
+        finished: called with a clipping group's number when all its gradients have arrived.
 
     Attributes:
         values: the products `[B, K]`, fp64, of each clipping group.
         squares: squared size `[B]`, fp64, to which the products' rounding error is relative.
-        parts: (group, position, whether it arrived at the handle) of each gradient seen. A run
-            with a compiled forward has other parts, and is not comparable.
+        parts: (group, position, whether it arrived at the handle) of each recorded gradient. A run
+            whose forward was compiled has other parts, and is not compared.
     """
 
     def __init__(self, seed: int, finished: Callable[[int], object] = lambda group: None) -> None:
@@ -44,7 +44,7 @@ class PlaceGradients:
         self._task = -1
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        """See the tensors `[B, T, ...]` of a use: the gradient sums a token's products over T."""
+        """Record the tensors `[B, T, ...]` of an operation: its G sums their products over T."""
         self._enter()
         values: Tensor | None = None
         squares: Tensor | None = None
@@ -66,14 +66,14 @@ class PlaceGradients:
             self._add(gate.index, values.flatten(1, -2).sum(1), squares.flatten(1).sum(1))
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
-        """See the handles' gradients at a gate."""
+        """Record the handles' gradients at a gate."""
         for position, grad in enumerate(grads):
             if grad is not None and gate.is_dense(position):
                 self.dense((gate.index, position), "", grad)
         self._finished(gate.index)
 
     def dense(self, slot: tuple[int, int], layer: str, grad: Tensor | None) -> Tensor | None:
-        """See the gradient `[B, ...]` of a handle."""
+        """Record the gradient `[B, ...]` of a handle."""
         if grad is not None:
             self._enter()
             self.parts.add((*slot, True))
@@ -82,7 +82,7 @@ class PlaceGradients:
         return grad
 
     def _enter(self) -> None:
-        """Forget the gradients of an earlier backward, which computed gradients of inputs only."""
+        """Drop the gradients of an earlier backward, which computed gradients of inputs only."""
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._task):
             self.values, self.squares, self.parts, self._task = {}, {}, set(), task
@@ -90,13 +90,13 @@ class PlaceGradients:
     def _of_tokens(
         self, x: Tensor, lead: int, seed: tuple[int, int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Products `[*lead, K]` of x `[*lead, n]`, and their squared sizes `[*lead]`, fp64."""
+        """Return products `[*lead, K]` of x `[*lead, n]`, and squared sizes `[*lead]`, fp64."""
         draw = torch.Generator().manual_seed(hash((self._seed, *seed)) % (1 << 62))
         if not x.is_floating_point():
-            # An index of an embedding: K pseudo-random numbers for each index.
+            # x holds an embedding's indices: hash each index to K pseudo-random numbers,
             odd = 2 * torch.randint(1 << 31, (_VECTORS,), generator=draw).to(x.device) + 1
             hashed = (x.long()[..., None] * odd >> 15) % (1 << 16)
-            # Mean 0 and variance 1.
+            # with mean 0 and variance 1.
             numbers = (hashed.double() / (1 << 16) - 0.5) * math.sqrt(12)
             return numbers, torch.ones_like(x, dtype=torch.float64)
         if x.ndim == lead:

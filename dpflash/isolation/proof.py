@@ -1,8 +1,8 @@
-"""Proof: tests on the first batches that a model keeps its samples apart.
+"""Proof: tests on the first batches whether a model keeps its samples apart.
 
-One extra backward runs with weight 0 on some of the losses. For these samples, every use of a
-private layer must get rows of zeros; for the other samples, the same rows as in the ordinary
-backward. The forward is also repeated with some samples replaced, see `Call`.
+An extra backward runs with weight 0 on some of the losses. In it, every operation of a private
+layer must receive rows of zeros for these samples, and for the other samples the same rows as in
+the training backward. The forward is also repeated with some samples replaced, see `Call`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .backward_rows import BackwardRows, ProvableBackward, differentiate
 from .comparison import changed_use
 from .forward_rows import is_scalar
 
-# A model counts as proven after this many samples, in one batch or in several.
+# The number of samples, of one or several batches, after which a model counts as proven.
 _ENOUGH = 16
-# While something is unproven, each of the first batches is tried, later batches at powers of two.
+# While something is unproven, the first 8 batches are tried, later batches at powers of two.
 _ALL_TRIED = 8
 
 _EXCHANGE = "the proof of the first batch"
@@ -50,15 +50,15 @@ _ELSEWHERE = (
 
 @dataclass
 class _Progress:
-    """Progress of one half of the proof: uses in the backward, or layers in the forward.
+    """Progress of one half of the proof: operations in the backward, or layers in the forward.
 
     Attributes:
         known: names seen so far.
-        unproven: the known names that are not proven yet.
+        unproven: those of the known names that are not proven yet.
         samples: number of samples that were compared.
         batches: number of batches since the proof began, tried or not.
         woken: whether the next batch is tried in any case.
-        missed: whether some batch could not be tried.
+        missed: whether a batch could not be tried.
         keeps: whether forwards keep data of their samples in the model, which later forwards may
             begin to use.
         is_patient: whether batches are tried less and less often while no sample was compared.
@@ -85,20 +85,20 @@ class _Progress:
         return (self.is_pending or self.keeps) and (often or self.woken)
 
     def take_turn(self) -> bool:
-        """Count this batch, and return whether to try it."""
+        """Count this batch; return whether to try it."""
         due = self.is_due()
         self.batches += self.is_pending or self.keeps
         return due
 
     def record(self, names: Iterable[Any]) -> bool:
-        """Record the names in this forward or backward; return whether some are new."""
+        """Record the names in this forward or backward; return whether a name is new."""
         new = set(names) - self.known
         self.known |= new
         self.unproven |= new
         return bool(new)
 
     def restart(self) -> None:
-        """Try the next batches."""
+        """Make the next batches be tried."""
         self.batches, self.woken = 0, True
 
     def prove(self, names: Iterable[Any]) -> None:
@@ -109,7 +109,7 @@ class _Progress:
 
 @dataclass
 class _Mode:
-    """The proof for one setting of the modules' training flags.
+    """The proof for one combination of the modules' training flags.
 
     Attributes:
         layers: progress in the forward, by name of the layer.
@@ -128,7 +128,7 @@ class _Mode:
 
 
 class Proof:
-    """The proof of one model: which of its layers and uses are proven.
+    """The test of one model: tracks which layers and operations passed it ("are proven").
 
     Args:
         modules: the model's modules.
@@ -161,7 +161,7 @@ class Proof:
 
     @property
     def verified(self) -> bool | Literal["pending", "gradients", "forward"]:
-        """True once both are proven; "gradients" or "forward" if only this half can be proven."""
+        """True once both halves are proven; "gradients" or "forward" if only this half can be."""
         if not self.is_on:
             return False
         modes = [mode for mode in self._modes.values() if mode.is_trained] or [_Mode()]
@@ -177,7 +177,7 @@ class Proof:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no further batch with the training flags of the last call is to be tried."""
+        """Whether no more batches with the training flags of the last call will be tried."""
         halves = self._mode.layers, self._mode.uses
         return not self.is_on or not any(half.is_pending or half.keeps for half in halves)
 
@@ -192,12 +192,12 @@ class Proof:
         return few or not modes, {slot for mode in modes for slot in mode.uses.unproven}
 
     def restart(self, modules: Iterable[nn.Module]) -> None:
-        """Begin the proof again, for the modules that the model has now."""
+        """Begin the proof again, with the modules that the model has now."""
         self._modules = list(modules)
         self._modes.clear()
 
     def _enter_mode(self) -> None:
-        """Continue the proof of the current training flags."""
+        """Continue the proof for the current training flags."""
         flags = bytes([module.training for module in self._modules])
         self._mode = self._modes.setdefault(flags, _Mode())
         self._repeated = bool(self._repeated)
@@ -205,7 +205,7 @@ class Proof:
     # Forward
 
     def begin_forward(self, size: int, *, new_pass: bool) -> bool:
-        """Whether to repeat the forward that begins, with some of its samples replaced.
+        """Return whether to repeat the forward that begins, with some of its samples replaced.
 
         Args:
             size: upper bound of B.
@@ -236,7 +236,7 @@ class Proof:
             keeps: whether the model keeps data of the samples.
 
         Raises:
-            RuntimeError: there was a difference, here or on another rank.
+            RuntimeError: there was a difference on this rank or on another rank.
         """
         refuse_together(refusal, self.group, _EXCHANGE)
         samples = max(row[0] for row in gather_rows([samples], self.group, _EXCHANGE))
@@ -254,7 +254,7 @@ class Proof:
             self._mode.refusal = refusal or _ELSEWHERE
 
     def is_any(self, flag: bool) -> bool:
-        """Whether the flag holds on some rank of the group; all ranks call this together."""
+        """Return whether the flag is set on a rank of the group; all ranks call this together."""
         return any(row[0] for row in gather_rows([flag], self.group, _EXCHANGE))
 
     def draw(self, values: Callable[[np.random.Generator], Tensor]) -> Tensor:
@@ -266,7 +266,7 @@ class Proof:
     # Backward
 
     def wants_backward(self, used: Iterable[str], size: int | None) -> bool:
-        """Whether to prove the backward that is about to begin.
+        """Return whether to prove the backward that is about to begin.
 
         Args:
             used: names of the layers that ran in its forward.
@@ -280,7 +280,7 @@ class Proof:
         mode.is_trained = True
         if is_new := mode.layers.record(used):
             mode.layers.restart()
-        # Other ranks may have more samples, and then all ranks prove.
+        # If other ranks have more samples, all ranks prove.
         if size < 2:
             return False
         mode.layers.missed |= not repeated
@@ -294,7 +294,7 @@ class Proof:
         size: int,
         real: Tensor | None,
     ) -> Watch | None:
-        """Run the backward of a random half of the samples.
+        """Run a backward with weight 1 on a random half of the samples, and 0 on the others.
 
         Args:
             owner: the private backward.
@@ -304,11 +304,11 @@ class Proof:
             real: `[B]`, bool: rows that are samples; None if all rows are.
 
         Returns:
-            A watch that compares the ordinary backward with this one; None if this one could not
-            run, or if no rank has two samples to compare.
+            A watch that compares the training backward with this backward; None if this backward
+            could not run, or if no rank has two samples to compare.
 
         Raises:
-            RuntimeError: rows of samples of weight 0 were not 0, here or on another rank.
+            RuntimeError: a sample of weight 0 had rows other than 0, here or on another rank.
         """
         real = torch.ones(size, dtype=torch.bool) if real is None else real
         if max(row[0] for row in gather_rows([int(real.sum())], self.group, _EXCHANGE)) < 2:
@@ -341,10 +341,10 @@ class Proof:
         The outputs for an altered microbatch are wrapped too, so that its backward is the same.
 
         The terms of a scalar cannot be weighted, but the rows of its gradient at the outputs can.
-        Of the reduction to a scalar, only what `declared_reduction` recognizes is tested.
+        Only the reductions to a scalar that `declared_reduction` recognizes are tested.
         """
         uses = self._mode.uses
-        # The other ranks do not know yet that this rank found new uses.
+        # The other ranks do not know yet that this rank found new operations.
         wanted = uses.is_due() if self.group is None else uses.is_pending
         crossing = list({id(x): x for _, x in tensors_of(outputs) if x.requires_grad}.values())
         refusal = self._mode.refusal
@@ -365,7 +365,7 @@ class Proof:
                 raise PrivateRefusal(refusal) from None
             owner.refuse_reduction([x for x, _ in reached], [g for _, g in reached], size)
             if proof._calls == 1 and all(x.ndim and x.shape[0] == size for x, _ in reached):
-                # Autograd runs the layers of outputs that the loss does not use, with zeros.
+                # If the loss does not use an output, autograd runs its layers with zeros.
                 pairs = zip(inner, grads, strict=True)
                 rows = [(x, g) for x, g in pairs if x.shape[:1] == (size,)]
                 seeds = [torch.zeros_like(x) if g is None else g for x, g in rows]
@@ -379,7 +379,7 @@ class Proof:
         wrapped = map_tensors(lambda x: behind.get(id(x), x), outputs)
         is_unseen = any(id(x) in behind for _, x in tensors_of(wrapped))
         if refusal is not None and is_unseen and not is_altered:
-            # A container of an unknown class would pass its scalar to the backward unseen.
+            # In a container of an unknown class, the scalar would reach the backward unwrapped.
             owner.discard()
             raise PrivateRefusal(refusal) from None
         return wrapped
@@ -416,7 +416,7 @@ OFF = Proof(is_on=False)
 
 
 class _Idle:
-    """Watches for new uses while no batch is tried."""
+    """Watches for new operations while no batch is tried."""
 
     def __init__(self, proof: Proof) -> None:
         self._proof = proof
@@ -436,14 +436,14 @@ class _Idle:
 
 
 class ComparedBackward(BackwardRows):
-    """Watches the ordinary backward, and compares its rows with those of an earlier backward.
+    """Watches the training backward, and compares its rows with those of an earlier backward.
 
     Args:
         proof: the proof of the model.
         before: the earlier backward: of the losses of some samples, or of an altered microbatch.
-        kept: `[B]`, bool: samples whose rows must be the same in both.
-        text: the message if they differ, to be formatted with the layer.
-        refused: called with the message.
+        kept: `[B]`, bool: samples whose rows must be the same in both backwards.
+        text: the message if rows differ, into which the layer's name is formatted.
+        refused: function that is called with the message.
     """
 
     def __init__(
@@ -486,13 +486,13 @@ class ComparedBackward(BackwardRows):
         self._proof._record_uses(gate, samples, found)
 
     def _shows(self, rows: Tensor) -> bool:
-        """Whether some of these rows `[B]` must be equal in both backwards, and some need not."""
+        """Whether some of these rows `[B]` must be equal in both backwards and some need not."""
         kept, others = rows & self._kept, rows & ~self._kept
         return bool(kept.any()) and (len(rows) == 1 or bool(others.any()))
 
 
 class _Crossing(torch.autograd.Function):
-    """Identity on the model's outputs; its backward sees all their gradients at once."""
+    """Identity on the model's outputs; its backward receives all their gradients at once."""
 
     @staticmethod
     def forward(
@@ -503,7 +503,7 @@ class _Crossing(torch.autograd.Function):
         ctx.prove = prove
         ctx.outputs = outputs
         ctx.set_materialize_grads(False)
-        # The user may change the outputs in place.
+        # Cloned, since the user may change the outputs in place.
         return tuple(x.clone() for x in outputs)
 
     @staticmethod
@@ -516,12 +516,12 @@ class _Crossing(torch.autograd.Function):
 
 
 def _secret() -> int:
-    """A random number from the operating system, not from the run's own streams."""
+    """Return a random number from the operating system, not from the run's own streams."""
     return int.from_bytes(os.urandom(32), "little")
 
 
 def _largest_losses(outputs: Sequence[Tensor], seeds: Sequence[Tensor], real: Tensor) -> list[int]:
-    """The quarter of the real rows with the largest losses, or products of outputs and gradients.
+    """Return the quarter of the real rows with the largest losses, or outputs times gradients.
 
     Such a row may determine a scale that the whole batch uses.
     """
@@ -534,6 +534,6 @@ def _largest_losses(outputs: Sequence[Tensor], seeds: Sequence[Tensor], real: Te
 
 
 def _masked(seed: Tensor, weights: Tensor) -> Tensor:
-    """The rows with weight 1; zeros in place of the other rows, even if these are not finite."""
+    """Replace the rows of weight 0 by zeros, even if they are not finite."""
     weights = weights.to(seed.device).view(-1, *[1] * (seed.ndim - 1))
     return torch.where(weights, seed, torch.zeros((), dtype=seed.dtype, device=seed.device))

@@ -1,4 +1,4 @@
-"""Recording: the losses, inputs of layers and gradients of each sample in a run."""
+"""Recording: each sample's losses, layer inputs and gradients in a run."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .forward_rows import ForwardRows
 class Recording:
     """Losses, layers' inputs and per-sample gradients of a run that trains nothing.
 
-    A batch is taken apart if its losses are computed one sample at a time.
+    A batch is "taken apart" if its losses are computed one sample at a time.
 
     Args:
         real: `[U]`, bool: the samples that are not padding.
-        has_rows: whether inputs and gradients are recorded, besides the losses.
+        has_rows: whether inputs and gradients are recorded besides the losses.
 
     Attributes:
         calls: the calls of the model, in order.
         batch: digests `[U]` of the tensors of a batch that is taken apart.
         losses: `[U]`, or a scalar; None before the backward.
         backward: watches the per-sample gradients; None if there was no backward.
-        rows: watches of each sample's gradients if the batch is taken apart; None for a sample
+        rows: if the batch is taken apart, a watch of each sample's gradients; None for a sample
             whose backward could not run.
     """
 
@@ -38,12 +38,12 @@ class Recording:
 
     @property
     def had_backward(self) -> bool:
-        """Whether there was a backward of losses, not only one for gradients of inputs."""
+        """Whether there was a backward of losses, not only a backward for gradients of inputs."""
         backward = self.backward
         return self.losses is not None or (backward is not None and backward.has_met_gate)
 
     def take_apart(self, batch: list[Tensor]) -> None:
-        """Note that losses are computed one sample at a time, of rows with these digests."""
+        """Note that losses are computed one sample at a time, from rows with these digests."""
         self.has_rows, self.backward, self.batch, self.rows = False, None, batch, []
 
     def hold(self, losses: Tensor) -> None:
@@ -58,7 +58,7 @@ class Recording:
         """Begin to watch the backward of the next sample of a batch that is taken apart.
 
         The later run may round differently: a recurrent layer pads a sample to the longest sample
-        that it had so far.
+        that it has received so far.
         """
         one = torch.ones(1, dtype=torch.bool)
         watch = BackwardRows(one, one, rounds=True)

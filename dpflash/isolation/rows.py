@@ -1,4 +1,4 @@
-"""Rows: which parts of a batch, or of a call's arguments, belong to single samples."""
+"""Rows: finds which parts of a batch, or of a call's arguments, belong to which sample."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .copies import copied, with_layout_of
 
 
 def rows_of(batch: Any, rows: list[int], size: int) -> Any:
-    """A copy of a batch of `size` rows that consists of these rows, see `exchanged`."""
+    """Return a copy of a batch of `size` rows that consists of these rows, see `exchanged`."""
     return exchanged(batch, rows, size)[0]
 
 
 def entries_of(batch: Any, size: int) -> Iterator[tuple[str, Tensor]]:
-    """(place, tensor `[U, ...]`) of the tensors with an entry for each of `size` samples."""
+    """Yield (path, tensor `[U, ...]`) of tensors with an entry for each of `size` samples."""
     for place, x in tensors_of(batch):
         if x.layout == torch.strided and not x.is_nested and x.ndim and x.shape[0] == size:
             yield place, x
 
 
 def mask_sums(batch: Any, size: int) -> Iterator[Tensor]:
-    """For each mask in a batch, the number of ones in each row, `[B]`, fp64."""
+    """Yield, for each mask in a batch, the number of ones in each row, `[B]`, fp64."""
     for _, x in entries_of(batch, size):
-        # torch cannot compare all 8-bit floating-point numbers.
+        # torch cannot compare 8-bit floating-point numbers of all types.
         if x.ndim < 2 or not x.numel() or x.itemsize == 1 and x.is_floating_point():
             continue
         if bool(((x == 0) | (x == 1)).all()):
@@ -38,10 +38,10 @@ def mask_sums(batch: Any, size: int) -> Iterator[Tensor]:
 
 
 def sample_of_rows(size: int, units: Units | None) -> Tensor:
-    """`[N]`, int64: the sample of each row of a batch of U samples; U if a row has no sample.
+    """Return the sample of each row of a batch: `[N]`, int64; U if a row has no sample.
 
     Args:
-        size: U.
+        size: U, the number of samples.
         units: the samples if they are not single rows, else None. For documents, N is U.
     """
     return torch.arange(size) if units is None or not units.are_rows else units.index
@@ -55,17 +55,17 @@ def exchanged(
     units: Units | None = None,
     lengths: Collection[tuple[int, ...]] | None = None,
 ) -> tuple[Any, bool]:
-    """Copy a batch with other rows; return (the copy, whether something in it has rows).
+    """Copy a batch with other rows; return (the copy, whether a part of it has rows).
 
-    The entries of tensors and arrays whose first dimension is `size`, and the elements of lists of
-    length `size`, are rows. A list of `size` tensors, each with first dimension `size`, is
-    ambiguous: they may be batches, or samples as long as the batch. Then nothing has rows, unless
+    Rows are the entries of tensors and arrays whose first dimension is `size`, and the elements of
+    lists of length `size`. A list of `size` tensors, each with first dimension `size`, is
+    ambiguous: they may be batches, or samples as long as the batch. Then no part has rows, unless
     the elements are dicts with the same keys, which are samples. Tensors in the outermost list are
     fields of the batch.
 
     Args:
-        batch: not changed.
-        rows: numbers of the rows that the copy has.
+        batch: the batch, which is not changed.
+        rows: for each row of the copy, the number of the row that it contains.
         size: the number of rows; with units, the number of their positions.
         units: the samples if they are not single rows; tensors that describe units stay.
         lengths: lengths of the samples, for the arguments of a model. There, other lists of
@@ -111,7 +111,7 @@ def exchanged(
 
 
 def _chosen(x: Tensor, rows: list[int], dims: int) -> Tensor:
-    """These rows of a tensor; a row's number counts through the first `dims` dimensions."""
+    """Return these rows of a tensor; rows are numbered through its first `dims` dimensions."""
     index = torch.tensor(rows, dtype=torch.int64, device=x.device)
     if x.layout != torch.strided:
         chosen = x.detach().to_sparse_coo().index_select(0, index)
@@ -125,7 +125,7 @@ def _chosen(x: Tensor, rows: list[int], dims: int) -> Tensor:
 def _is_of_samples(
     value: Sequence[Any], size: int, lengths: Collection[tuple[int, ...]] | None
 ) -> bool:
-    """Whether a list has an element for each sample: `size` elements of one type."""
+    """Return whether a list has `size` elements of one type, one for each sample."""
     if len(value) != size or len({type(part) for part in value}) != 1:
         return False
     first = value[0]
@@ -134,7 +134,7 @@ def _is_of_samples(
 
 
 def _is_alike(one: Any, two: Any) -> bool:
-    """Whether both are dicts with the same keys, as targets of two samples are."""
+    """Return whether both are dicts with the same keys, as targets of two samples are."""
     return isinstance(one, Mapping) and isinstance(two, Mapping) and one.keys() == two.keys()
 
 
@@ -144,7 +144,7 @@ def _kinds(parts: Sequence[Any]) -> set[Any]:
 
 def _is_batch(value: Any, size: int) -> bool:
     if isinstance(value, list | tuple) and len(value) == size:
-        # If it were a sample of `size` fields, its fields would have several kinds.
+        # If it were a sample of `size` fields, its fields would have several types.
         return len(_kinds(value)) == 1
     leaves = [leaf for _, leaf in leaves_of(value, kinds=(Tensor, np.ndarray, str, int))]
     return bool(leaves) and all(

@@ -1,4 +1,4 @@
-"""Sandbox: restores what a run for a trial changes in model and loop."""
+"""Sandbox: restores the state of model and loop that a run for a trial changes."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Sandbox:
     """Saves the state of model and loop, and restores it after each run of a microbatch.
 
     Values that the loop sets before the first forward (a learning rate, `model.tau`) are not
-    restored, since the loop may set them once only: the other runs of a microbatch, and the
+    restored, since the loop may set them only once: the other runs of a microbatch, and the
     microbatch itself, get the values of the first run. Numbers that the loop sets after a
     microbatch but not after its runs, as with `if loader.is_last`, are not restored either. The
     loader seeds the global generators with the same seed for each run.
 
     Args:
         modules: (name, module) of the model; the modules' own attributes are restored.
-        contents: returns the contents of the buffers that a forward may change.
-        optimizers: the optimizers, whose options are restored.
+        contents: function that returns the contents of buffers that a forward may change.
+        optimizers: the optimizers whose options are restored.
         numbers: options of the next release, by name, which are restored too.
     """
 
@@ -60,9 +60,9 @@ class Sandbox:
         self._numbers = numbers
         self._of_model: list[Restorable] = []
         self._generators: Generators | None = None  # None outside of runs.
-        self._begun: OwnAttributes | None = None  # As a run began, until its first forward.
+        self._begun: OwnAttributes | None = None  # When a run began, until its first forward.
         self._options: Options | None = None  # At the first forward of the first run.
-        self._at_first: Options | None = None  # As the first run began.
+        self._at_first: Options | None = None  # When the first run began.
         self._behind: Options | None = None  # At the end of the last run.
         self._counts = 0
         self._has_met = False
@@ -70,14 +70,14 @@ class Sandbox:
         self._set: list[tuple[nn.Module, str, Any]] = []  # Set by the loop, for all runs.
 
     def attributes(self) -> OwnAttributes:
-        """The present attributes of the modules."""
+        """Return the current attributes of the modules."""
         return OwnAttributes(self._modules)
 
     def enter(self, attributes: OwnAttributes | None = None) -> None:
-        """Begin a run; the loop gets its batch next.
+        """Begin a run; the loop receives its batch next.
 
         Args:
-            attributes: attributes that the modules get; by default copies of the present ones.
+            attributes: attributes to set on the modules; by default copies of the current ones.
         """
         held = self.attributes()
         self._generators = Generators()
@@ -97,7 +97,7 @@ class Sandbox:
             self._at_first = self._present()
 
     def begin_forward(self) -> None:
-        """Note a call of the model, in a run or with the microbatch itself."""
+        """Note a call of the model, in a run or for the microbatch itself."""
         if self._generators is None:
             if self._options is not None and not self._has_met:
                 self._has_met = True
@@ -132,14 +132,14 @@ class Sandbox:
         self._generators, self._begun, self._of_model = None, None, []
 
     def end_microbatch(self) -> None:
-        """End a microbatch: the loop asks for another one.
+        """End a microbatch, because the loop asks for another one.
 
         Raises:
-            PrivateRefusal: the loop has set options by the number of its iterations, twice.
+            PrivateRefusal: the loop has set options by the number of its iterations twice.
         """
         if self._options is not None and self._behind is not None:
             changed = self._behind.changed_otherwise(self._options, self._present())
-            # The first time, the loop may only begin to set them by releases.
+            # The first time, the loop may be beginning to set them by releases.
             self._counts += changed is not None
             if changed is not None and self._counts > 1:
                 raise PrivateRefusal(_COUNTED.format(changed)) from None
@@ -151,7 +151,7 @@ class Sandbox:
         return Options(self._optimizers, schedulers, self._numbers)
 
     def _set_once(self) -> None:
-        """Set the options that the loop set in the first run, since it may set them once only."""
+        """Set the options that the loop set in the first run, since it may set them only once."""
         assert self._options is not None and self._at_first is not None
         changed = self._options.changed_otherwise(self._at_first, self._present())
         if changed is not None:

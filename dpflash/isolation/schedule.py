@@ -1,8 +1,8 @@
-"""Schedule: decides which microbatches are tried.
+"""Schedule: decides which microbatches are tried, that is, run with altered samples first.
 
-Tried are the microbatches of the first draws, since most batches show a dependence between
-samples, and of a few later draws; and microbatches with something new that no trial had: a label,
-or an operation of the model or of the loop.
+These are the microbatches of the first logical batches, since most batches show a dependence
+between samples; of a few later logical batches; and microbatches with a label, or an operation of
+the model or the loop, that no trial had.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..packing import Units
 from ..verification.nested import tensors_of
 from .labels import ReplacedLabels
 
-# All microbatches of the first draws are tried, and of later draws at powers of two. The first
-# microbatch of a draw is not enough: it has the longest documents, and may have only one.
+# All microbatches of the first logical batches are tried, and of later ones at powers of two. The
+# first microbatch is not enough: it has the longest documents, and may have only one.
 _ALL_TRIED = 4
-# The last tried draw, if the shapes of microbatches do not change and nothing is new.
+# Number of the last tried logical batch if microbatches keep their shapes and nothing is new.
 _LAST_TRIED = 64
-# New operations restart the trials at most so often: further new operations depend on the data.
+# New operations restart the trials at most this often: further ones depend on the data.
 _MOST_PATHS = 8
-# More of the first draws are tried if draws are small, to compare at least so many samples.
+# If logical batches are small, more are tried, until this many samples have been compared.
 _ENOUGH = 16
 
 
@@ -32,13 +32,13 @@ class Schedule:
     """Decides which microbatches are tried.
 
     Args:
-        expected_batch_size: expected size of a draw.
+        expected_batch_size: expected size of a logical batch.
         has_ranks: whether there are other ranks, which must try the same microbatches. New labels
-            then begin no trials, since each rank sees its own samples alone.
-        path: returns the operations of the backward that is about to begin.
+            then begin no trials, since each rank sees only its own samples.
+        path: function that returns the operations of the backward that is about to begin.
 
     Attributes:
-        trials: number of the last tried draw, from 0 since the last restart; -1 if none was.
+        trials: number of the last tried logical batch, from 0 since the last restart, or -1.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Schedule:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a draw has begun since the last restart."""
+        """Whether a logical batch has begun since the last restart."""
         return self._draws > 0
 
     def is_due(self, microbatch: int) -> bool:
-        """Whether to try the microbatch with this number in its draw; the same on all ranks."""
+        """Return whether to try this microbatch of its logical batch; the same on all ranks."""
         self._draws += not microbatch
         due = self._is_tried(self._draws)
         self.trials += due and not microbatch
@@ -74,7 +74,7 @@ class Schedule:
 
     @property
     def is_near(self) -> bool:
-        """Whether microbatches of the draw under way, or of the next draw, are tried."""
+        """Whether microbatches of the current or the next logical batch are tried."""
         return self._is_tried(self._draws) or self._is_tried(self._draws + 1)
 
     def _is_tried(self, draw: int) -> bool:
@@ -82,11 +82,11 @@ class Schedule:
         return often and (draw <= _LAST_TRIED or self._has_shapes or self._labels is None)
 
     def is_new(self, batch: Any, real: Tensor, units: Units | None) -> bool:
-        """Whether to try a microbatch that is not due, because it has a new label.
+        """Return whether to try a microbatch that is not due, because it has a new label.
 
         Args:
             batch: the microbatch.
-            real: `[U]`, bool: its samples that are not padding.
+            real: `[U]`, bool: the samples that are not padding.
             units: the samples if they are not single rows of the batch, else None.
         """
         shapes = [x.shape for _, x in tensors_of(batch)]
@@ -102,24 +102,24 @@ class Schedule:
             self._labels.note(batch, kept, real, units)
 
     def begin_backward(self) -> bool:
-        """Whether this backward's microbatch was fetched under no_grad; if so, try next draws."""
+        """Return whether the microbatch was fetched under no_grad; if so, try the next ones."""
         if not self._is_skipped:
             return False
         self._is_skipped, self._ignores_grad, self._draws = False, True, 0
         return True
 
     def has_new_path(self, *, is_tried: bool) -> bool:
-        """Whether the backward has operations that no tried microbatch had."""
+        """Return whether the backward has operations that no tried microbatch had."""
         path = self._path()
         if is_tried:
             self._tried_path |= path
         return not path <= self._tried_path and self._new_paths < _MOST_PATHS
 
     def try_next(self) -> None:
-        """Try the next microbatches, since model or loop do something new."""
+        """Try the next microbatches, since model or loop does something new."""
         self._draws = 0
         self._new_paths += 1
 
     def restart(self) -> None:
-        """Begin again with the next draw."""
+        """Begin again with the next logical batch."""
         self._draws, self.trials = 0, -1

@@ -1,8 +1,8 @@
-"""Trial: a microbatch is run twice, first with other contents in some of its samples.
+"""Trial: runs a microbatch twice, first with other contents in some of its samples.
 
-The losses, the layers' inputs and the per-sample gradients of the other samples must be the same
-in both runs. Otherwise model or loop compute something from several samples. Nothing is trained on
-the altered microbatch, which the loader yields before the microbatch itself.
+For the other samples, the losses, the layers' inputs and the per-sample gradients must be the same
+in both runs. Otherwise model or loop computes something from several samples. Nothing is trained
+on the altered microbatch, which the loader yields before the microbatch itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .recording import Recording
 from .sandbox import Sandbox
 from .schedule import Schedule
 
-# Rows to compare one at a time before `engine.verified` is "by construction".
+# Rows that must be compared one at a time before `engine.verified` is "by construction".
 _ENOUGH = 16
 
 _CHANGED = (
@@ -47,7 +47,7 @@ _CHANGED_DOCUMENT = (
     "the loss of a document changed as other documents of the batch got other tokens or "
     "were left out, so nothing was released: it depends on them. The usual causes are targets "
     "shifted by hand (input_ids.roll(-1)), where the last token of a document predicts the first "
-    "one of the next (use batch.targets, or batch.labels with causal_lm(sample_index=...)); "
+    "token of the next one (use batch.targets, or batch.labels with causal_lm(sample_index=...)); "
     "division by a number of the whole batch, such as that of its tokens or documents; attention "
     "that sees other documents (see docs/packing.md); and random masks that are not from the "
     f"global generators. {UNTESTED}"
@@ -80,18 +80,18 @@ class Trial:
 
     Args:
         sandbox: the sandbox of model and loop. Data that modules keep between forwards is kept
-            separately for altered microbatches, so that only later altered ones see it.
+            separately for altered microbatches, so that only later altered microbatches see it.
         schedule: decides which microbatches are tried.
 
     Attributes:
         has_compared: whether a comparison was made and passed.
-        has_begun: whether some microbatch was to be tried.
+        has_begun: whether a microbatch was to be tried.
         is_impossible: whether no microbatch so far could be altered.
-        sandbox, schedule: as given.
+        sandbox, schedule: see Args.
         real: `[U]`, bool: the samples of the microbatch that are not padding.
         rows: number of rows that were compared one at a time.
         is_by_sample: whether losses are computed one row at a time.
-        is_altered: whether the altered microbatch is under way.
+        is_altered: whether the altered microbatch is being run.
         altered: the recording of the altered microbatch, or None.
     """
 
@@ -111,8 +111,8 @@ class Trial:
         self._refused: str | None = None
 
     def is_due(self, microbatch: int) -> bool:
-        """Whether to try the microbatch with this number in its draw; the same on all ranks."""
-        # The model is not restored now: the user may have changed it since.
+        """Return whether to try this microbatch of its logical batch; the same on all ranks."""
+        # The model is not restored now, since the user may have changed it meanwhile.
         self.is_altered = False
         self.finish()
         if not microbatch:
@@ -123,11 +123,11 @@ class Trial:
         return due
 
     def begin_backward(self) -> None:
-        """Note that a backward begins; if its microbatch was fetched under no_grad, try others."""
+        """Note that a backward begins; if its microbatch was fetched under no_grad, try more."""
         self.has_begun |= self.schedule.begin_backward()
 
     def has_new_path(self) -> bool:
-        """Whether the backward has operations that no tried microbatch had."""
+        """Return whether the backward has operations that no tried microbatch had."""
         return self.schedule.has_new_path(is_tried=self._alteration is not None)
 
     def finish(self) -> None:
@@ -138,19 +138,19 @@ class Trial:
     def begin(
         self, batch: Any, size: int, real: Tensor | None, units: Units | None, *, seed: int
     ) -> Alteration | None:
-        """Make the altered microbatch, to be run now; None if the batch cannot be altered.
+        """Return the altered microbatch, to be run now, or None if the batch cannot be altered.
 
         Args:
-            batch: not changed.
-            size: U, the number of samples with padding.
-            real: `[U]`, bool: which samples are not padding; None if none is padding.
+            batch: the microbatch, which is not changed.
+            size: U, the number of samples including padding.
+            real: `[U]`, bool: which samples are not padding; None if there is no padding.
             units: the samples if they are not single rows of the batch, else None.
             seed: a secret seed, the same on all ranks that hold parts of these samples.
         """
         if isinstance(batch, PackedBatch):
             real = torch.tensor([start < end for start, end in batch.units.spans])
         if alteration.is_single(batch, size):
-            # In altered runs other samples came before this one: its results must be the same.
+            # In altered runs, other samples came before this sample: its results must stay.
             self._number += 1
             before = self._before if self._number % 2 else None
             one = torch.ones(size, dtype=torch.bool) if real is None else real
@@ -180,7 +180,7 @@ class Trial:
         self.is_altered = False
 
     def abandon(self, left: Alteration) -> bool:
-        """Whether the loop has left this altered microbatch before its end.
+        """Return whether the loop has left this altered microbatch before its end.
 
         If so, restore the model, but not the generators.
         """
@@ -200,27 +200,27 @@ class Trial:
 
     @property
     def recording(self) -> Recording | None:
-        """The recording of the altered microbatch, while it is under way."""
+        """The recording of the altered microbatch while it is being run, else None."""
         return self.altered if self.is_altered else None
 
     @property
     def sees_rows(self) -> bool:
-        """Whether layers' inputs are compared too, and gradients of the whole microbatch."""
+        """Whether layers' inputs and gradients of the whole microbatch are compared too."""
         found = self._alteration
         return found is not None and not self.is_by_sample
 
     def compares_gradients(self, *, is_alone: bool) -> bool:
-        """Whether the backward is to be compared with that of the altered microbatch.
+        """Return whether to compare the backward with that of the altered microbatch.
 
         Args:
-            is_alone: whether this rank may leave the comparison out without other ranks.
+            is_alone: whether this rank may leave out the comparison without other ranks.
         """
         held = self.held_backward
         return held is not None and (not is_alone or bool(held[1].any()))
 
     @property
     def held_backward(self) -> tuple[BackwardRows, Tensor] | None:
-        """(The altered microbatch's rows in this backward, `[B]`, bool: its kept samples)."""
+        """(The altered microbatch's rows in this backward; `[B]`, bool: the samples it kept)."""
         found, altered = self._alteration, self.altered
         if found is None or altered is None:
             return None
@@ -232,7 +232,7 @@ class Trial:
 
     @property
     def kept(self) -> Tensor:
-        """`[U]`, bool: samples whose results must not change."""
+        """`[U]`, bool: samples that keep their contents, whose results must not change."""
         assert self._alteration is not None
         return self._alteration.kept
 
@@ -242,7 +242,7 @@ class Trial:
         return self._alteration is not None or self._refused is not None
 
     def restart(self, refusal: str) -> None:
-        """Try the next draws; refuse microbatches, of this draw too, until a trial passes."""
+        """Try the next logical batches, and refuse all microbatches until a trial passes."""
         self.schedule.restart()
         self._refused, self._of_altered = refusal, None
         self.has_compared, self.rows = False, 0  # what passed before shows nothing now
@@ -251,17 +251,17 @@ class Trial:
         """Compare a call of the model with the same call in the altered microbatch.
 
         Returns:
-            (why nothing may be released, or None; the number of samples that were compared)
+            (why nothing may be released, or None; the number of samples that were compared).
         """
         number, self._calls = self._calls, self._calls + 1
         if self.altered is None or number >= len(self.altered.calls):
             return _CALLS, 0
         first = self.altered.calls[number]
         if first.size != rows.size or rows.size != len(self.kept):
-            return None, 0  # Refused elsewhere, or the call is of other samples.
+            return None, 0  # Other code refuses it, or the call is of other samples.
         if not bool(self.kept.any()):
             return None, 0
-        if first.padded != rows.padded:  # then what follows is rounded, or masked, differently
+        if first.padded != rows.padded:  # then later operations round, or mask, differently
             assert self._alteration is not None
             self._alteration = replace(self._alteration, kept=torch.zeros_like(self.kept))
             return None, 0
@@ -273,7 +273,7 @@ class Trial:
 
     @staticmethod
     def of_gradients(declared: str | None) -> str:
-        """The message about a gradient that changed in a layer, to be formatted with its name.
+        """Return the message about a changed gradient, to be formatted with the layer's name.
 
         Args:
             declared: the loss_reduction, or None.
@@ -281,7 +281,7 @@ class Trial:
         return _GRADIENT if declared is None else _REDUCTION.format(declared=declared)
 
     def refusal_of_batch(self, given: list[Tensor]) -> str | None:
-        """A message if kept rows of a batch that is computed row by row have other contents.
+        """Return a message if kept rows of a batch that is computed by row have other contents.
 
         Args:
             given: digests `[U]` of the batch's tensors.
@@ -292,7 +292,7 @@ class Trial:
         return _CHANGED if changed is None or bool((changed & self.kept).any()) else None
 
     def refusal_of(self, row: int, loss: Tensor) -> str | None:
-        """A message if the loss `[1]` of a kept row differs from that in the altered microbatch.
+        """Return a message if the loss `[1]` of a kept row differs from the altered microbatch's.
 
         The row's backward, which follows, is compared too.
         """
@@ -302,7 +302,7 @@ class Trial:
             return self._refused
         if before is None:
             return _CALLS
-        # A recurrent layer pads a row to the longest row that it had so far.
+        # A recurrent layer pads a row to the longest row that it has received so far.
         rounding = torch.finfo(loss.dtype).eps ** (2 / 3)
         one = found.kept[row : row + 1]
         same = not changed_losses(before[row : row + 1], loss, one, rounding=rounding).any()
@@ -316,7 +316,7 @@ class Trial:
         return None if self.altered is None else self.altered.losses
 
     def refusal(self, losses: Tensor) -> str | None:
-        """A message if losses `[U]` of the batch differ from those of the altered microbatch."""
+        """Return a message if losses `[U]` of the batch differ from the altered microbatch's."""
         found, altered, before = self._alteration, self.altered, self._held
         if found is not None:
             if before is None or altered is None or self._calls != len(altered.calls):
@@ -324,7 +324,7 @@ class Trial:
         if found is None or before is None or not bool(found.kept.any()):
             return self._refused
         if not before.shape == losses.shape == found.kept.shape:
-            return self._refused  # The loss is a scalar, or is refused elsewhere.
+            return self._refused  # The loss is a scalar, or other code refuses it.
         if bool(changed_losses(before, losses, found.kept).any()):
             return _CHANGED_DOCUMENT if found.is_packed else _CHANGED
         if self.schedule.has_begun:

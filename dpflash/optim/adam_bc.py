@@ -15,7 +15,7 @@ class AdamBC(torch.optim.Optimizer):
     r"""AdamW that subtracts the noise's variance from its second moments (DP-AdamBC).
 
     Noise of standard deviation s adds s^2 to the mean of each squared gradient. If gradients are
-    far below s, Adam therefore divides all of them by about s, and acts like SGD with momentum.
+    far below s, Adam therefore divides each gradient by about s, and acts like SGD with momentum.
     AdamBC subtracts s^2 first (Tang, Shpilevskiy and Lécuyer, AAAI 2024, arXiv:2312.14334,
     algorithm 1):
 
@@ -23,20 +23,20 @@ class AdamBC(torch.optim.Optimizer):
         \theta \leftarrow \theta - \mathrm{lr} \, \hat m / (\sqrt{\max(\hat v - \hat s^2,
         \mathrm{floor} \, \hat s^2)} + \mathrm{eps})
 
-    Here \hat m and \hat v are Adam's moments and \hat s^2 is the average of s^2 with the weights
-    of \hat v, so s may change between steps, as with banded noise. The private optimizer passes s.
-    Without noise the step is that of `torch.optim.AdamW`.
+    Here \hat m and \hat v are Adam's moments, and \hat s^2 is the average of s^2 with the weights
+    of \hat v, so s may change between steps, as it does with banded noise. The private optimizer
+    passes s to `step`. Without noise the step is that of `torch.optim.AdamW`.
 
     Args:
-        params, lr, betas, eps, weight_decay: as those of `torch.optim.AdamW`.
-        floor: the least second moment as a fraction of the noise's variance, > 0. A step is at
-            most 1 / sqrt(floor) times as long as with the noise alone in the denominator. None
-            for 3 sqrt(2 (1 - beta2) / (1 + beta2)), which is 0.09 for the default betas: three
+        params, lr, betas, eps, weight_decay: see `torch.optim.AdamW`.
+        floor: lower bound of the second moment, as a fraction of the noise's variance, > 0. A step
+            is at most 1 / sqrt(floor) times as long as if only the noise were in the denominator.
+            None means 3 sqrt(2 (1 - beta2) / (1 + beta2)), 0.09 for the default betas: three
             standard deviations of v, divided by its mean, if gradients are noise alone. The
-            paper's floor, gamma', is an absolute value, to be chosen for each noise.
+            paper's floor, gamma', is an absolute value, which must be chosen for each noise.
 
     Guarantees:
-        A step is computed from releases and public numbers alone, so it costs no epsilon.
+        A step is computed only from releases and public numbers, so it costs no epsilon.
 
     Raises:
         ValueError: an argument is out of range.
@@ -70,7 +70,7 @@ class AdamBC(torch.optim.Optimizer):
         """Update the parameters.
 
         Args:
-            closure: computes the loss again and returns it.
+            closure: function that computes the loss again and returns it.
             noise_std: standard deviation of the noise in each element of the gradients.
 
         Returns:

@@ -1,4 +1,4 @@
-"""The private step: clipped sums, charge, noise and release of one logical batch after another."""
+"""The private step: clipped sums, charge, noise and release of one logical batch at a time."""
 
 from .charge import Charge
 from .noise import BandedGaussian, BatchNoise, RoundedGaussian

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _STEPPED_TWICE = (
     "optimizer.step() was called again, with no engine.backward(losses) since the last release, "
-    "so nothing was released: call it once for each batch of the private loader. Two "
+    "so nothing was released: call step() once per batch of the private loader. Two "
     f"engines cannot share a loss. {TOGETHER}"
 )
 _NO_BATCH = (
@@ -36,12 +36,12 @@ _OF_A_RELEASE = (
     "place in its block",
     "options of the optimizers",
 )
-# Compared after 0, 1, 2, 4, 8, ... steps, and where a checkpoint is saved.
+# Parameters are compared after 0, 1, 2, 4, 8, ... steps, and when a checkpoint is saved.
 _REPLICAS = "what optimizers made of the parameters, by other code or hardware on one rank,"
 
 
 class Order(NamedTuple):
-    """A release that is allowed.
+    """An admitted release: the event to charge, and the noise and bound to use.
 
     Attributes:
         event: the privacy event to charge; None if the release is charged already.
@@ -59,12 +59,12 @@ class Order(NamedTuple):
 
 
 class Admission:
-    """Checks whether the next release or step is allowed; charges nothing.
+    """Checks whether the next release or optimizer step is allowed; does not charge it.
 
     Args:
         sums: the clipped sums of the logical batch.
         tracker: follows the microbatches of the training loop.
-        options: noise, bound and divisor of the next release.
+        options: noise multiplier, bound and divisor of the next release.
         charge: checks the budget and the accountant.
     """
 
@@ -79,7 +79,7 @@ class Admission:
     def of_release(
         self, parameters: Sequence[nn.Parameter], *, signalled: bool, wants_trials: bool
     ) -> Order:
-        """Admit the release of the logical batch, or raise.
+        """Admit the release of the logical batch, or raise an error.
 
         Args:
             parameters: the parameters that the release changes.
@@ -88,8 +88,8 @@ class Admission:
 
         Raises:
             BudgetSpent: the release does not fit into the budget.
-            ValueError: the accountant does not support this event, ranks are about to make
-                different releases, or noise or bound differ from those of the release's block.
+            ValueError: the accountant does not support the event, the ranks' releases differ, or
+                noise or bound differ from those of the current block of releases.
             RuntimeError: the batch is not from the private loader.
             PrivateRefusal: an option changed since the first backward.
         """
@@ -98,13 +98,13 @@ class Admission:
         bound = sums.bound if sums.has_begun else options.max_grad_norm
         block = self._charge.block
         is_own = self._tracker.take_draw(signalled)
-        # A draw without a number may belong to an epoch, or a round, that is not paid for.
+        # Without a number, a logical batch may be of an epoch or round that is not charged yet.
         is_own &= block.round[0] == 1 or self._tracker.current is not None
         options.refuse_changed()
         noise_fits(max_grad_norm=bound, noise_multiplier=multiplier)
         given = multiplier, bound, options.expected_batch_size, is_own, block.place
         numbers = *given, options.of_optimizers()
-        # Public gradients can still be added until the release's step, so None are compared.
+        # Not compared: public gradients can still be added until the optimizer's step.
         release = dict(zip(_OF_A_RELEASE, numbers, strict=True)) | {_REPLICAS: None}
         number = self._charge.releases
         if sums.ranks.everyone is not None and not sums.is_sharded and not number & (number - 1):
@@ -119,15 +119,15 @@ class Admission:
     def of_step(
         self, kind: str, parameters: Sequence[nn.Parameter], public: Sequence[str]
     ) -> None:
-        """Admit a step of an optimizer, or raise.
+        """Admit a step of an optimizer, or raise an error.
 
         Args:
-            kind: the data of the step, in words.
+            kind: what data the step uses, in words.
             parameters: the parameters of the optimizer that steps.
             public: names of the parameters with a public gradient.
 
         Raises:
-            ValueError: on all ranks, if ranks are about to make different steps.
+            ValueError: on all ranks, if the ranks are about to make different steps.
         """
         numbers = dict.fromkeys((*_OF_A_RELEASE, _REPLICAS))
         self._require_agreement(kind, parameters, public, numbers)
@@ -139,7 +139,7 @@ class Admission:
             if self._tracker.received:  # the loop may have stepped on a condition on losses
                 raise PrivateRefusal(_STEPPED_TWICE) from None
             raise RuntimeError(_NO_BATCH)
-        # The signal of another loader may depend on which samples the loop skipped.
+        # Whether another loader signals may depend on the samples that the loop skipped.
         raise PrivateRefusal(FOREIGN) if signalled else RuntimeError(FOREIGN)
 
     def _require_agreement(
@@ -150,7 +150,7 @@ class Admission:
         release: dict[str, Any],
         wants_trials: bool = False,
     ) -> bool:
-        """Raise unless all ranks make the same step; return whether some rank wants trials."""
+        """Raise unless all ranks make the same step. Return whether a rank wants trials."""
         ranks, tracker = self._sums.ranks, self._tracker
         if ranks.everyone is None:
             return wants_trials
@@ -160,7 +160,7 @@ class Admission:
             {
                 "data of the step": kind,
                 "release": self._charge.releases,
-                "draw": None if mark is None else (tracker.returns, mark.draw),
+                "logical batch": None if mark is None else (tracker.returns, mark.draw),
                 **release,
                 "trained parameters": [self._sums.names[p] for p in parameters],
                 "parameters with a gradient": [

@@ -1,4 +1,4 @@
-"""Block: the releases over which banded noise is correlated, or that one event pays for."""
+"""Block: consecutive releases with correlated banded noise, or for which one event pays."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 class Block:
-    """The current block: consecutive releases of consecutive draws, under one key.
+    """The current block: the releases of consecutive logical batches under one noise key.
 
-    A draw without a release, or a new key, ends the block, because a sample's draws in one block
-    must be a multiple of `bands` releases apart. The next release begins a new block.
+    A logical batch without a release, or a new key, ends the block: the logical batches of one
+    sample in a block must be a multiple of `bands` releases apart. Then a new block begins.
 
     Args:
-        mechanism: the banded noise. None, or one band, means independent noise: each release is a
-            block by itself.
+        mechanism: the banded noise. With None, or with one band, noise is independent and each
+            release is a block by itself.
         keys: the keys of the noise.
         tracker: follows the microbatches of the training loop.
 
     Guarantees:
-        If two draws have equal numbers modulo `bands` and are released in one block, their places
-        in the block differ by a multiple of `bands`.
+        If the numbers of two logical batches are equal modulo `bands` and both are released in one
+        block, the numbers of their releases in it differ by a multiple of `bands`.
     """
 
     def __init__(self, mechanism: Banded | None, keys: RunKeys, tracker: BatchTracker):
@@ -43,11 +43,11 @@ class Block:
 
     @property
     def place(self) -> int:
-        """Number of releases that precede that of the current draw in its block."""
+        """Number of releases in the block before the release of the current logical batch."""
         return self.place_of(None)
 
     def place_of(self, draw: int | None) -> int:
-        """Return how many releases precede that of a draw in its block; None: the current draw."""
+        """Return how many releases of the block precede a logical batch (default: current)."""
         if self.bands == 1 or self._last is None:
             return 0
         if draw is None:
@@ -56,28 +56,28 @@ class Block:
         return self._length if self._last == (*self._stream, draw - 1) else 0
 
     def has_paid(self, draw: int | None = None) -> bool:
-        """Return whether an earlier event pays for a draw's release; None: the current draw."""
+        """Return whether an earlier event pays for a logical batch (default: current)."""
         return self.place_of(draw) % self.bands > 0
 
     @property
     def round(self) -> tuple[int, str]:
-        """Return how many releases one event pays for, and in words when the next event begins."""
-        return self.bands, f"rounds of {self.bands}, and a draw that is not released"
+        """Return how many releases one event pays for, and, in words, what begins the next one."""
+        return self.bands, f"rounds of {self.bands}, and a logical batch that is not released"
 
     def remaining(self, events: int) -> int:
-        """Return the number of further releases that `events` pay for, if no draw is lost."""
+        """Return how many more releases `events` pay for, if every logical batch is released."""
         return events * self.bands + (-self.place % self.bands)
 
     @property
     def _stream(self) -> tuple[str, int]:
-        """Identify the streams of draws and noise, in which a draw has a number."""
+        """Identify the streams of sampling and noise within which logical batches are numbered."""
         return derive_key(self._keys.noise, "block").hex(), self._tracker.returns
 
     def check(self, bound: float, noise_multiplier: float) -> None:
-        """Refuse a bound or noise that differs from the block's, and noise that is not exact.
+        """Raise if bound or noise differ from the block's, or if the noise cannot be exact.
 
         Raises:
-            ValueError: bound or noise is refused.
+            ValueError: bound or noise_multiplier is refused.
         """
         if self.bands == 1:
             return
@@ -95,26 +95,26 @@ class Block:
         )
 
     def begin(self, bound: float, noise_multiplier: float) -> int:
-        """Begin the release of the current draw, and return its place in the block."""
+        """Begin the release of the current logical batch; return its number in the block."""
         place, mark = self.place, self._tracker.current
         last = None if mark is None else (*self._stream, mark.draw)
         self._begun = place, last, (bound, noise_multiplier)
         return place
 
     def complete(self) -> None:
-        """Complete the release that has begun: the release of the next draw joins its block."""
+        """Complete the release that has begun: that of the next logical batch joins its block."""
         assert self._begun is not None
         place, self._last, self._numbers = self._begun
         self._length = place + 1
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the block as plain values; None without a seed, since a load then ends it."""
+        """Return the block as plain values; None without a seed, since loading then ends it."""
         if self.bands == 1 or self._keys.seed is None or self._last is None:
             return None
         return {"length": self._length, "last": list(self._last), "numbers": self._numbers}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue the block of a checkpoint, if the keys are the same."""
+        """Continue the block of a checkpoint if the keys are the same."""
         if state is None:
             self._length, self._last = 0, None
             return
@@ -125,19 +125,19 @@ class Block:
 
 
 class Allocation(Block):
-    """The epoch of random allocation that is paid for: its later releases cost nothing more.
+    """The epoch of random allocation that was charged; its later releases cost nothing more.
 
-    Epoch e consists of draws e T to (e + 1) T - 1 under one key. Each sample is in one of these
-    draws. One event pays for all of them, so lost draws, and loops that leave an epoch and begin
-    again, cost nothing more. A new key begins a new allocation, which costs a full event.
+    Epoch e consists of the logical batches e T to (e + 1) T - 1 under one key. Each sample is in
+    one of them. One event pays for all of them, even if logical batches are lost, or if the loop
+    leaves the epoch and begins it again. A new key begins a new allocation at the full cost.
 
     Args:
-        steps: T, the number of draws in an epoch.
+        steps: T, the number of logical batches in an epoch.
         keys, tracker: see `Block`.
 
     Guarantees:
-        All releases that one event pays for use draws of one epoch under one key, with at
-        least the noise of the event.
+        All releases that one event pays for are of logical batches of one epoch under one key,
+        and their noise is at least that of the event.
     """
 
     def __init__(self, steps: int, keys: RunKeys, tracker: BatchTracker):
@@ -146,7 +146,7 @@ class Allocation(Block):
         self._least = 0.0
 
     def has_paid(self, draw: int | None = None) -> bool:
-        """Return whether the epoch of a draw was charged; None: the draw of the next release."""
+        """Return whether the epoch of a logical batch was charged, by default of the next one."""
         return self._last == self._epoch_of(draw)
 
     def _epoch_of(self, draw: int | None = None) -> tuple[str, int, int]:
@@ -166,7 +166,7 @@ class Allocation(Block):
         return left + (events - 1) * self._steps if events else 0
 
     def check(self, bound: float, noise_multiplier: float) -> None:
-        """Refuse less noise than the epoch was charged with.
+        """Raise if the noise is less than the noise that the epoch was charged with.
 
         Raises:
             ValueError: noise_multiplier is too small.
@@ -181,13 +181,13 @@ class Allocation(Block):
             )
 
     def begin(self, bound: float, noise_multiplier: float) -> int:
-        """Begin a release that is paid for; if it has a draw, the draw's epoch is paid for."""
+        """Begin a charged release; if its logical batch has a number, the epoch is charged too."""
         if self._tracker.current is not None and not self.has_paid():
             self._last, self._least = self._epoch_of(), noise_multiplier
         return 0
 
     def complete(self) -> None:
-        """Do nothing: the epoch is paid for, whether or not the release is complete."""
+        """Do nothing: the epoch is charged whether or not the release is complete."""
 
     def state_dict(self) -> dict[str, Any] | None:
         """See `Block.state_dict`."""
@@ -196,7 +196,7 @@ class Allocation(Block):
         return {"last": list(self._last), "noise_multiplier": self._least}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue the epoch of a checkpoint, if the keys are the same."""
+        """Continue the epoch of a checkpoint if the keys are the same."""
         self._last = None
         if state is not None:
             stream, returns, epoch = state["last"]
@@ -204,7 +204,7 @@ class Allocation(Block):
 
 
 def refuse_large(noise_multiplier: float, scale: float) -> None:
-    """Refuse banded noise whose independent draws z float64 cannot hold exactly.
+    """Raise if float64 cannot hold the independent noise z of the banded noise exactly.
 
     Args:
         noise_multiplier: the noise multiplier of the release.

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class Charge:
-    """Charges each release to accountant and ledger, identically on all ranks.
+    """Charges each release to the accountant and the ledger, identically on all ranks.
 
     Args:
         spending: the privacy cost of all releases so far.
         keys: the keys of the noise.
-        plan: how logical batches are drawn, and the privacy cost of each.
+        plan: how logical batches are sampled, and the privacy cost of each.
         tracker: follows the microbatches of the training loop.
         ranks: this process and its peers.
 
     Attributes:
         releases: number of releases charged so far; each has its own noise.
-        block: the releases over which noise is correlated, or that one event pays for.
+        block: the releases whose noise is correlated, or for which one event pays.
 
     Guarantees:
         The accountant and the ledger contain a release before `pay` returns its number.
@@ -59,11 +59,11 @@ class Charge:
         self._calibrated: tuple[int, int, float] | None = None
         self._events = 0
         self._is_first = False
-        # The last epoch of a shuffled loader that was charged, and its noise.
+        # Number and noise multiplier of the last epoch of a shuffled loader that was charged.
         self._paid = (0, math.inf)
 
     def resume(self, releases: int) -> None:
-        """Continue after this number of releases."""
+        """Continue after `releases` releases."""
         self.releases, self._events = releases, self._plan.events_of(releases)
 
     def leave_ranks(self) -> None:
@@ -89,7 +89,7 @@ class Charge:
             # Models that are not private need no accounting, whose import is slow: imported here.
             from dpflash.accounting import Gaussian
 
-            # A batch of unknown origin has no amplification by sampling.
+            # Sampling does not amplify the privacy of a batch of unknown origin.
             event = Gaussian(relation="zero_out", noise_multiplier=noise_multiplier)
         else:
             event = self._next_event(noise_multiplier)
@@ -130,7 +130,7 @@ class Charge:
     ) -> Event | None:
         event = self._plan.event(noise_multiplier)
         if self._plan.event_covers_epoch and not new_epoch:
-            # Batches of an epoch are disjoint, so the event of the least noise pays for all.
+            # Batches of an epoch are disjoint, so the event with the least noise pays for all.
             epoch, least = self._paid
             if epoch == self._tracker.epochs and noise_multiplier >= least:
                 return None
@@ -141,7 +141,7 @@ class Charge:
     def may_begin(
         self, noise_multiplier: float, *, new_epoch: bool, draw: int | None = None
     ) -> bool:
-        """Return whether the budget allows the release of a batch that is not drawn yet."""
+        """Return whether the budget allows the release of a batch that is not sampled yet."""
         budget = self._spending.budget
         if budget is None or budget.when_spent != "stop":
             return True
@@ -149,7 +149,7 @@ class Charge:
         return self._spending.fits(event)
 
     def remaining_steps(self, noise_multiplier: float) -> int | None:
-        """Return the number of further releases that the budget allows; None without a budget."""
+        """Return how many more releases the budget allows, or None if there is no budget."""
         if self._spending.budget is None:
             return None
         fit = self._spending.remaining(self._plan.event(noise_multiplier))
@@ -163,7 +163,7 @@ class Charge:
     # Warnings
 
     def expect(self, releases: int, *, target_epsilon: float) -> None:
-        """Warn at the first release beyond the number that the noise was calibrated for."""
+        """Set the number of releases that the noise is calibrated for; warn at the next one."""
         most = self._events + self._plan.events_of(releases)
         self._calibrated = (self.releases + releases, most, target_epsilon)
 
@@ -187,10 +187,10 @@ class Charge:
         )
 
     def warn_of_forgotten_releases(self) -> None:
-        """Warn if the optimizer has made steps but epsilon counts no releases."""
+        """Warn if the optimizer has already made steps but epsilon counts no releases."""
         if self._is_first:
             warn(
-                "the optimizer's state is of an earlier run, and this engine counts none of its "
+                "the optimizer's state is from an earlier run, and this engine counts none of its "
                 "steps. If they were on private data, epsilon is too small: resume with "
                 "engine.save_checkpoint and load_checkpoint (Lightning: callbacks=[KeepPrivacy("
                 "engine)]), or save engine.state_dict() beside those of model and optimizer, and "
@@ -198,7 +198,7 @@ class Charge:
             )
 
     def note_refusal(self, *, may_be: bool = False) -> None:
-        """Write into the ledger that private data ended the loop, or may have ended it."""
-        # If the ledger cannot be written, the next release fails; this error says more.
+        """Record in the ledger that private data ended the loop, or may have ended it."""
+        # If the ledger cannot be written, the next release raises; the current error says more.
         with suppress(OSError, RuntimeError):
             self._spending.note_refusal(self._keys.run, may_be=may_be)

@@ -19,13 +19,13 @@ from ..refusal import PrivateRefusal
 
 
 class Gradients:
-    """Sets `.grad` of the trained parameters, and refuses gradients that other code writes there.
+    """Sets `.grad` of the trained parameters, and refuses gradients that other code writes to it.
 
     Args:
         trained: the parameters with private gradients.
         names: dotted name of each parameter.
-        public: gradients of public data, which do not pass through clipping gates.
-        padding_rows: the row of padding in each embedding table, which must not change.
+        public: gradients of public data, which are not clipped.
+        padding_rows: the index of each embedding table's padding row, which must not change.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Gradients:
         self._hooks: list[RemovableHandle] = []
 
     def watch(self, dropping: Callable[[], AbstractContextManager[None]]) -> None:
-        """From now on, refuse gradients that reach a parameter without its gate.
+        """From now on, refuse gradients that reach a parameter without being clipped.
 
         Args:
-            dropping: a method of the step; it drops the logical batch if its block raises.
+            dropping: a context manager that drops the logical batch if its body raises.
         """
-        # A hook that held the step would make a reference cycle.
+        # Weak references: a hook that referenced the step would make a reference cycle.
         refuse = functools.partial(
             _refuse_past_gate, weakref.ref(self), weakref.WeakMethod(dropping)
         )
@@ -55,14 +55,14 @@ class Gradients:
         self._hooks = [p.register_post_accumulate_grad_hook(refuse) for p in whole]
 
     def unwatch(self) -> None:
-        """Let gradients reach the parameters again."""
+        """Stop refusing gradients that reach the parameters."""
         for hook in self._hooks:
             hook.remove()
 
     def set(self, parameters: Sequence[nn.Parameter], means: Sequence[Tensor]) -> None:
-        """Set `.grad` to a release, in tensors that nothing else references.
+        """Set `.grad` to the released means, in tensors that nothing else references.
 
-        Rows of padding are set to 0, without noise.
+        The gradient of an embedding table's padding row is set to 0, without noise.
         """
         grads = in_dtypes(means, [p.dtype for p in parameters])
         for parameter, grad in zip(parameters, grads, strict=True):
@@ -73,12 +73,12 @@ class Gradients:
             parameter.grad = as_grad(grad, parameter)
 
     def drop(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Set `.grad` to None, by default of all trained parameters."""
+        """Set `.grad` of parameters to None, by default of all trained parameters."""
         for parameter in self._trained if parameters is None else parameters:
             parameter.grad = None
 
     def refuse_frozen(self, optimizer: Optimizer) -> None:
-        """Refuse `.grad` of parameters without private gradients: the optimizer would use it."""
+        """Refuse `.grad` of a parameter without a private gradient: the optimizer would use it."""
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if not parameter.requires_grad:
                 parameter.grad = None
@@ -92,7 +92,7 @@ class Gradients:
                 ) from None
 
     def refuse_cleared(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Refuse a step on a release whose gradients were cleared."""
+        """Refuse a step on a release whose `.grad` was cleared."""
         if parameters and all(p.grad is None for p in parameters):
             raise RuntimeError(
                 "every .grad was cleared between the last backward of a logical batch and "
@@ -100,7 +100,7 @@ class Gradients:
             )
 
     def refuse_hooks(self) -> None:
-        """Refuse hooks on parameters' gradients: autograd computes none, so they would not run.
+        """Refuse hooks on the parameters' gradients: autograd computes none, so no hook would run.
 
         Raises:
             RuntimeError: a parameter has a hook; the message names the first one.
@@ -117,7 +117,7 @@ class Gradients:
                 )
 
     def refuse_written(self) -> None:
-        """Refuse `.grad` that other code wrote before the release: it is not private."""
+        """Refuse a `.grad` that other code wrote before the release, since it is not private."""
         for parameter in self._trained:
             if parameter.grad is not None:
                 parameter.grad = None
@@ -135,7 +135,7 @@ def _refuse_past_gate(
     dropping: weakref.WeakMethod[Callable[[], AbstractContextManager[None]]],
     parameter: nn.Parameter,
 ) -> None:
-    """Refuse a gradient that reached a parameter without its gate."""
+    """Refuse a gradient that reached a parameter without being clipped."""
     own, drop = gradients(), dropping()
     if own is None or drop is None or own._public.is_inside or parameter.grad is None:
         return
@@ -146,8 +146,8 @@ def _refuse_past_gate(
             f"parameter '{name}' got a gradient past its private layer, which "
             "is neither clipped nor noised, so nothing was released. Either this is the backward "
             "of a public loss, or of a penalty on weights: run it inside engine.public_data() too "
-            "(or use weight_decay). Or it is used outside of its own module: if the loss "
-            "needs it, such as a temperature, use it in the forward of the module that owns it; "
-            "if two modules share it, tie them (lm_head.weight = embedding.weight), or own the "
-            "parameter in one module that uses it twice, as in a tied autoencoder"
+            "(or use weight_decay). Or the parameter is used outside of its own module: if the "
+            "loss needs it, such as a temperature, use it in the forward of the module that owns "
+            "it; if two modules share it, tie them (lm_head.weight = embedding.weight), or put it "
+            "into one module that uses it twice, as in a tied autoencoder"
         ) from None

@@ -1,4 +1,4 @@
-"""Noise of a release: adds one stream of noise to each sum, exactly once."""
+"""Noise of a release: adds noise to the sum of each parameter exactly once."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ Begins: TypeAlias = Mapping[nn.Parameter, int]
 
 
 class Noise(Protocol):
-    """A kind of noise. `Charge.admit` determines how a release with it is charged."""
+    """A type of noise, such as independent or banded noise. `Charge.admit` chooses its event."""
 
     def begin(self, step: int, place: int, bound: float, noise_multiplier: float) -> BatchNoise:
         """Return the noise of a release.
 
         Args:
             step: number of the release, unique among the releases under one key.
-            place: number of earlier releases in its block, see `Block`.
+            place: number of earlier releases in the block of releases, see `Block`.
             bound: L2 bound of one sample's contribution to the sum.
             noise_multiplier: the noise's standard deviation divided by the bound; 0: no noise.
         """
 
 
 class RoundedGaussian:
-    """Gaussian noise that is rounded to the grid of exact sums and independent in each release.
+    """Independent Gaussian noise in each release, rounded to the grid of the exact sums.
 
     Args:
         keys: the keys of the noise.
@@ -67,12 +67,12 @@ class RoundedGaussian:
 class BatchNoise:
     """The noise of one logical batch, added to the sum of each parameter exactly once.
 
-    An element's noise is a function of its address in the whole parameter, so it does not depend
-    on which rank adds it.
+    The noise of an element is a function of the element's index in the unsharded parameter, so it
+    does not depend on which rank adds it.
 
     Args:
         noise_multiplier: the noise's standard deviation divided by the bound; 0 for no noise.
-        bound: L2 bound of one sample's contribution; it determines the noise's grid.
+        bound: L2 bound of one sample's contribution; it determines the grid of the noise.
         key: 32 secret bytes.
         step: number of the release, unique among the releases under this key.
         parameter_ids: a unique number for each parameter.
@@ -87,7 +87,7 @@ class BatchNoise:
         step: int,
         parameter_ids: dict[nn.Parameter, int],
     ):
-        # Computed in float64 and rounded up, so that noise is never less than charged for.
+        # Computed in float64 and rounded up, so that the noise is never less than what is charged.
         std = float(noise_multiplier) * float(bound) if noise_multiplier else 0.0
         self._std = math.nextafter(std, math.inf) if std else 0.0
         self._grid = grid_of(bound) if std else 1.0
@@ -103,7 +103,7 @@ class BatchNoise:
         return self._std
 
     def is_due(self, parameter: nn.Parameter) -> bool:
-        """Return whether noise is still to be added to this parameter's sum."""
+        """Return whether noise must still be added to this parameter's sum."""
         is_known = parameter in self._parameter_ids and parameter not in self._noised
         return self._std > 0 and is_known
 
@@ -112,7 +112,7 @@ class BatchNoise:
         return self._stream(self._std, self._grid, self._step, self._unsettled)
 
     def stream(self, parameter: nn.Parameter, begin: int = 0) -> NoiseStream | None:
-        """Return the noise due to this parameter's sum from element `begin` on, or None."""
+        """Return the noise for this parameter's sum from element `begin` on; None if not due."""
         if not self.is_due(parameter):
             return None
         return self._first.at(self._parameter_ids[parameter], begin)
@@ -120,21 +120,21 @@ class BatchNoise:
     def _stream(
         self, std: float, grid: float, step: int, unsettled: list[OpenList]
     ) -> NoiseStream:
-        """Return the noise of parameter 0 in a release."""
+        """Return the noise stream of the parameter with id 0 in a release."""
         return NoiseStream(
             std=std, grid=grid, key=self._key, step=step, parameter_id=0, unsettled=unsettled
         )
 
     def streams(self, parameters: Sequence[nn.Parameter]) -> list[NoiseStream] | None:
-        """Return the noise of these parameters' sums; None unless it is due to each of them."""
+        """Return the noise of these parameters' sums, or None if one of them needs no noise."""
         streams = [stream for p in parameters if (stream := self.stream(p)) is not None]
         return streams if len(streams) == len(parameters) else None
 
     def mark_added(self, totals: Totals) -> None:
-        """Record that these sums of parameters contain their noise."""
+        """Record that the sums of these parameters contain their noise."""
         if self._unsettled:
             outs = {self._parameter_ids[p]: total for p, total in totals.items()}
-            # They are in the last list, and in the one before if a launch had two kinds of sums.
+            # They are in the last entry, and in the one before if a launch sums two dtypes.
             for i in reversed(range(len(self._unsettled))):
                 entry = self._unsettled[i]
                 ids = [stream.parameter_id for stream in entry.streams]
@@ -156,26 +156,26 @@ class BatchNoise:
         self.settle()
 
     def complete(self) -> None:
-        """Note that the release is complete."""
+        """Record that the release is complete."""
 
     def settle(self) -> bool:
         """Write the noise whose rounding GPU kernels left undecided; waits for the GPU once.
 
         Returns:
-            Whether any noise was undecided.
+            Whether the rounding of some noise was undecided.
         """
         found = settle_noise(self._unsettled)
-        # Cleared last: a step that failed above can be tried again.
+        # Cleared last: if a line above raises, this method can be called again.
         self._unsettled.clear()
         return found
 
 
 class _Past(NamedTuple):
-    """The noise of one parameter in a block so far: this rank's elements, in steps of the grid.
+    """The noise of one parameter in the block so far, for the elements that this rank owns.
 
     Attributes:
-        place: the number of releases so far.
-        last: int64, the noise of the last b - 1 releases (b is the bands), the newest first.
+        place: the number of releases in the block so far.
+        last: int64, in units of the grid: noise of the last bands - 1 releases, newest first.
     """
 
     place: int = 0
@@ -183,16 +183,16 @@ class _Past(NamedTuple):
 
 
 class BandedGaussian:
-    """Gaussian noise that is correlated over the releases of a block, see `dpflash.noise.Banded`.
+    """Gaussian noise that is correlated over a block of releases, see `dpflash.noise.Banded`.
 
-    It is the integer noise of `dpflash.noise.reference`, with draws of `dpflash.kernels` as z.
-    The noise of a block is a function of key, steps and standard deviation. So a resumed run, or a
-    parameter that was frozen for a while, draws the noise of the block's earlier releases again,
-    and checkpoints do not contain it.
+    Computes the integer noise of `dpflash.noise.reference`; `dpflash.kernels` draws its z. The
+    noise of a block is a function of key, steps and standard deviation. Therefore checkpoints do
+    not contain it: after a resume, or if a parameter was frozen for a while, the noise of the
+    block's earlier releases is drawn again.
 
     Args:
-        mechanism: two bands or more.
-        keys: the keys of z.
+        mechanism: the banded noise, with at least two bands.
+        keys: the keys with which z is drawn.
         trained: the parameters with private gradients.
     """
 
@@ -222,18 +222,18 @@ class BandedGaussian:
 
 
 class BandedNoise(BatchNoise):
-    """The noise of one logical batch, correlated over the releases of a block.
+    """The noise of one logical batch, correlated over a block of releases.
 
     Args:
         noise_multiplier, bound, key, step, parameter_ids: see `BatchNoise`.
         place: number of earlier releases in the block.
         mechanism: holds the coefficients c, which are the bands of the matrix C.
-        pasts: the noise of the block so far. `complete` adds the noise of this release.
+        pasts: the noise of the block so far; `complete` appends the noise of this release.
 
     Guarantees:
-        A sum on the grid with its noise is a function of the integers 2^8 C S + z alone. S are
-        the sums of the block in steps of the grid; z, in the same unit, is a rounded Gaussian of
-        standard deviation noise_multiplier * |c| * bound or more.
+        A noisy sum on the grid is a function of the integers 2^8 C S + z alone. S holds the sums
+        of the block in units of the grid; z, in the same unit, is a rounded Gaussian whose
+        standard deviation is noise_multiplier * |c| * bound or more.
     """
 
     def __init__(
@@ -259,14 +259,14 @@ class BandedNoise(BatchNoise):
 
     @property
     def std(self) -> float:
-        """See `BatchNoise.std`; it decreases from release to release of a block."""
+        """See `BatchNoise.std`. It decreases from release to release within a block."""
         if not self._std:
             return 0.0
         norms = _row_norms(self._integers, 1 << self._place.bit_length())
         return self._std_of_z * float(norms[self._place])
 
     def streams(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Return None: the kernels of the sums can add independent noise only."""
+        """Return None, since the kernels of the sums can add independent noise only."""
 
     def add_(self, totals: Totals, begins: Begins) -> None:
         """See `BatchNoise.add_`."""
@@ -280,14 +280,14 @@ class BandedNoise(BatchNoise):
         for parameter in due:
             total, y = totals[parameter].view(-1), self._made[parameter].view(-1)
             for part in _parts(total):
-                # Rounds a sum that is not on the grid, as independent noise does.
+                # A sum that is not on the grid is rounded to it, as by independent noise.
                 steps = (total[part].double() / self._grid).round_().add_(y[part])
                 total[part] = steps.mul_(self._grid)
 
     def complete(self) -> None:
-        """Note that the release is complete: the noise of the next one depends on its noise.
+        """Record that the release is complete, since the noise of the next release depends on it.
 
-        If the release is nevertheless made again, it has the same noise.
+        If this release is made again nevertheless, it has the same noise.
         """
         made = self._made.items()
         self._extend({p: y for p, y in made if self._past(p).place == self._place})
@@ -303,10 +303,10 @@ class BandedNoise(BatchNoise):
         self._pasts.update(extended)  # all at once, in case of an interruption
 
     def _values(self, totals: Totals, place: int, begins: Begins) -> dict[nn.Parameter, Tensor]:
-        """Return the noise of a release of the block, int64, for sums whose past is known."""
+        """Return the noise (int64) of a release of the block; the earlier noise must be known."""
         step = self._step - self._place + place
         found = {p: torch.empty_like(total, dtype=torch.int64) for p, total in totals.items()}
-        # Draws on a GPU are settled together, to wait for the GPU once.
+        # The noise of all tensors on a GPU is settled together, to wait for the GPU once.
         groups = [[(p, slice(0, y.numel())) for p, y in found.items() if y.is_cuda]]
         groups += [[(p, part)] for p, y in found.items() if not y.is_cuda for part in _parts(y)]
         for group in groups:
@@ -331,14 +331,14 @@ class BandedNoise(BatchNoise):
 
 @functools.lru_cache(maxsize=4)
 def _row_norms(integers: tuple[int, ...], rows: int) -> NDArray[np.float64]:
-    """Return the norms `[rows]` of the first rows of the inverse of C; coefficients in 2^-8."""
+    """Return the norms `[rows]` of the first rows of C's inverse; `integers` in units of 2^-8."""
     impulse = np.zeros(rows)
     impulse[0] = 1.0
     return np.sqrt(squared_errors(np.array(integers) / (1 << FRACTION_BITS), impulse))
 
 
 def _parts(tensor: Tensor) -> list[slice]:
-    """Split a flat tensor into parts whose scratch memory fits into the caches of a CPU."""
+    """Split a flat tensor into parts whose scratch memory fits into a CPU's caches."""
     count = tensor.numel()
     size = count if tensor.is_cuda else _PART * torch.get_num_threads()
     return [slice(start, min(start + size, count)) for start in range(0, count, max(1, size))]

@@ -1,4 +1,4 @@
-"""OpenBatch: the state of the current logical batch, its calls from the loader, its dropping."""
+"""OpenBatch: holds the state of the current logical batch, and drops it."""
 
 from __future__ import annotations
 
@@ -24,43 +24,43 @@ from .sums import ClippedSums
 
 
 class Clipper(Protocol):
-    """Clips gradients. The step reports the begin of microbatches and the end of logical batches.
+    """Clips gradients. The step tells it when microbatches begin and logical batches end.
 
     Attributes:
-        wants_trials: whether to try the next microbatches, as soon as all ranks know of it.
+        wants_trials: whether to test the next microbatches (trials), once all ranks know of it.
     """
 
     wants_trials: bool
 
     def try_next(self) -> None:
-        """Try the next microbatches, on all ranks."""
+        """Run trials on the next microbatches; called on all ranks."""
 
     def begin_microbatch(self, samples: int, units: Units | None) -> None:
-        """Note that the loader yields a microbatch of this many samples: rows, or units."""
+        """Note that the loader yields a microbatch of `samples` samples (rows or packed units)."""
 
     def end_batch(self, *, parameters_change: bool) -> None:
-        """Note that the logical batch was dropped, or that parameters are about to change."""
+        """Note that the logical batch was dropped, or that the parameters are about to change."""
 
 
 class OpenBatch:
-    """The state of a logical batch until its end, and the methods that drop it.
+    """The state of a logical batch until it ends, and the methods that drop it.
 
     Args:
-        optimizer: the wrapped optimizer, or several as one; a release sets the gradients of its
+        optimizer: the wrapped optimizer, or several as one. A release sets `.grad` of its
             parameters.
         sums: sums of the clipped gradients of the logical batch.
         tracker: follows the microbatches of the training loop.
-        options: noise, bound and divisor of the next release.
-        charge: pays for releases.
-        kind_of_noise: makes the noise of each release.
+        options: noise multiplier, bound and divisor of the next release.
+        charge: charges releases.
+        kind_of_noise: creates the noise of each release.
         padding_rows: see `Gradients`.
 
     Attributes:
-        noise: noise of the current release; None before its charge and after the release.
+        noise: noise of the current release; None before it is charged and after the release.
         released: the parameters whose `.grad` is a release that waits for its step, or None.
         released_std: standard deviation of the noise in each element of the last release.
         public: gradients of public data that the next step adds to its release.
-        rows: which rows of the current microbatch are samples.
+        rows: tells which rows of the current microbatch are samples.
         admission: checks whether a release or a step is allowed.
         progress: number of microbatches, backwards and dropped batches so far.
 
@@ -98,7 +98,7 @@ class OpenBatch:
 
     @property
     def bound(self) -> float:
-        """L2 bound of one sample in the current logical batch, or in the next one."""
+        """L2 bound of one sample's contribution to the current logical batch, or to the next."""
         return self.sums.bound if self.sums.has_begun else self.options.max_grad_norm
 
     @property
@@ -112,7 +112,7 @@ class OpenBatch:
         return self.parameters_of(self._optimizer)
 
     def parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return a wrapped optimizer's trained parameters now: its groups may have changed."""
+        """Return the parameters that the optimizer trains now; its groups may have changed."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
         return [p for p in held if self.sums.is_trained(p) and p.requires_grad]
 
@@ -121,7 +121,7 @@ class OpenBatch:
         self._clipper = clipper
 
     def watch_gradients(self) -> None:
-        """From now on, refuse gradients that reach a parameter without its gate."""
+        """From now on, refuse gradients that reach a parameter without being clipped."""
         self.gradients.watch(self.dropping)
 
     def resume(self, *, releases: int, block: Mapping[str, Any] | None, **options: float) -> None:
@@ -151,7 +151,7 @@ class OpenBatch:
         return bool(self.sums) or self.noise is not None or self.released is not None
 
     def begin_microbatch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
-        """Note that the loader yields a microbatch of this many samples: rows, or units."""
+        """Note that the loader yields a microbatch of `samples` samples (rows or packed units)."""
         self.public.refuse_inside("a batch of the private loader")
         self.public.begin_microbatch(begins_draw=begins_draw)
         self.progress += 1
@@ -159,13 +159,13 @@ class OpenBatch:
             self._clipper.begin_microbatch(samples, units)
 
     def begin_row(self) -> None:
-        """Note that a single row of the microbatch is run next."""
+        """Note that the next forward runs a single row of the microbatch."""
         self.progress += 1
         if self._clipper is not None:
             self._clipper.begin_microbatch(1, None)
 
     def may_begin(self, new_epoch: bool, draw: int | None) -> bool:
-        """Return whether the budget allows the release of a batch that is not drawn yet."""
+        """Return whether the budget allows the release of a batch that is not sampled yet."""
         noise_multiplier = self.options.noise_multiplier
         return self.charge.may_begin(noise_multiplier, new_epoch=new_epoch, draw=draw)
 
@@ -175,13 +175,13 @@ class OpenBatch:
         self.discard()
 
     def discard(self) -> None:
-        """Drop the logical batch: its sums, or its release in `.grad`."""
+        """Drop the logical batch: its sums, or the release in `.grad`."""
         self.progress += 1
         self.gradients.drop()
         self.drop_sums()
 
     def drop_sums(self) -> None:
-        """Drop the sums of the logical batch; leave `.grad`."""
+        """Drop the sums of the logical batch, but keep `.grad`."""
         self._clear()
         self.tracker.dropped()
         if self._clipper is not None:
@@ -194,11 +194,11 @@ class OpenBatch:
 
     @contextmanager
     def noting_refusals(self) -> Iterator[None]:
-        """Write to the ledger a private refusal of the block, or a possible one on a lost rank."""
+        """Record in the ledger that the body, or maybe a lost rank, raised a `PrivateRefusal`."""
         try:
             yield
         except RankError as error:
-            if error.__cause__ is None:  # noted already, or the public error of another rank
+            if error.__cause__ is None:  # recorded already, or a public error of another rank
                 raise
             self.charge.note_refusal(may_be=True)
             raise PrivateRankError(str(error)) from None
@@ -208,7 +208,7 @@ class OpenBatch:
 
     @contextmanager
     def dropping(self) -> Iterator[None]:
-        """Drop the logical batch if the block raises."""
+        """Drop the logical batch if the body raises."""
         try:
             with self.noting_refusals():
                 yield
@@ -217,6 +217,6 @@ class OpenBatch:
             raise
 
     def parameters_change(self) -> None:
-        """Have the next forward read the parameters again."""
+        """Make the next forward read the parameters again."""
         if self._clipper is not None:
             self._clipper.end_batch(parameters_change=True)

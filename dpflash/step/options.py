@@ -14,15 +14,15 @@ from ..refusal import PrivateRefusal, warn
 class ReleaseOptions:
     """Noise, bound and divisor of the next release, and the options of the wrapped optimizer.
 
-    The loop may change them between logical batches. `refuse_changed` refuses changes within a
-    logical batch: they would depend on its number of microbatches, which is private.
+    The loop may change them between logical batches. `refuse_changed` refuses a change within a
+    logical batch: it would depend on the number of microbatches, which is private.
 
     Args:
         optimizer: the wrapped optimizer.
         noise_multiplier: the noise's standard deviation divided by the bound.
         max_grad_norm: L2 bound C of one sample's contribution.
         expected_batch_size: the public divisor of the released sums.
-        divides: whether sums are divided.
+        divides: whether released sums are divided by `expected_batch_size`.
 
     Attributes:
         numbers: noise_multiplier, max_grad_norm and expected_batch_size, by name.
@@ -100,7 +100,7 @@ class ReleaseOptions:
 
     @property
     def divisor(self) -> float:
-        """Divisor that the next release uses: the expected batch size, or 1 without division."""
+        """Divisor of the next release: the expected batch size, or 1 if sums are not divided."""
         return self.numbers["expected_batch_size"] if self._divides else 1.0
 
     def set_expected_batch_size(self, value: float) -> None:
@@ -146,7 +146,7 @@ class ReleaseOptions:
             changed = f"param_groups[{changed[0]}]['{changed[1]}']"
         raise PrivateRefusal(
             f"optimizer.{changed} changed between the first backward of a logical batch and its "
-            "step(), so nothing was released: the number of microbatches between is private. "
+            "step(), so nothing was released: the number of microbatches in between is private. "
             "After optimizer.step() write\n"
             "    if loader.is_last: scheduler.step()\n"
             "(with BatchMemoryManager `if not optimizer.step_was_skipped: scheduler.step()`), and "
@@ -167,7 +167,7 @@ class ReleaseOptions:
 
 
 def _comparable(option: Any) -> Any:
-    """Return a value that stands for an option in comparisons, without waiting for a GPU."""
+    """Return a value whose comparison shows a change of the option, without waiting for a GPU."""
     if isinstance(option, Tensor):
         return id(option), option._version
     return tuple(map(_comparable, option)) if isinstance(option, (tuple, list)) else option

@@ -37,12 +37,12 @@ CAPTURED = "each replay would release again, without charging for it and with th
 
 
 class PrivateStep(OpenBatch):
-    """Adds the clipped gradients of each backward; the last backward of a logical batch releases.
+    """Adds up the clipped gradients of a logical batch; its last backward makes the release.
 
     Guarantees:
-        A release is charged to the accountant, and written to the ledger, before its first noisy
+        A release is charged to the accountant and written to the ledger before its first noisy
         value exists. Noise of standard deviation noise_multiplier * max_grad_norm is added to
-        each coordinate once per logical batch, over all ranks, also if a parameter has no
+        each coordinate once per logical batch, over all ranks, also to parameters without a
         gradient. Public gradients change neither the sums nor the noise nor the charge.
     """
 
@@ -53,8 +53,8 @@ class PrivateStep(OpenBatch):
         self.progress += 1
         if self.noise is not None:
             raise RuntimeError(
-                "a backward pass after a release of this logical batch was begun: its noise would "
-                "be used for another sum. To complete a release that was interrupted, call "
+                "a backward pass after the release of this logical batch had begun: the release's "
+                "noise would be used for another sum. To complete an interrupted release, call "
                 "optimizer.step() again without a backward pass"
             )
         self._refuse_charged()
@@ -69,18 +69,18 @@ class PrivateStep(OpenBatch):
         self._may_charge = True
 
     def begin_trial(self) -> None:
-        """Begin the backward of a trial, and drop the previous release from `.grad`."""
+        """Begin the backward of an isolation test, and drop the previous release from `.grad`."""
         if not self.sums.has_begun:
             self.gradients.drop()
 
     def before_gate(self) -> None:
-        """Refuse a backward of public data that reaches a private parameter's use, or a gate."""
+        """Refuse a backward of public data that reaches the clipping of a private parameter."""
         self.public.refuse_gate()
 
     def add_clipped(
         self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor], factors: Tensor
     ) -> None:
-        """Add the sums of per-sample gradients `[B, ...]` times factors; see `ClippedSums`."""
+        """Sum per-sample gradients `[B, ...]` times clipping factors; see `ClippedSums`."""
         noise = self._noise_if_complete(parameters) if self.sums.take_noise(parameters) else None
         self.sums.add_clipped(parameters, grads, factors, noise)
         self._add_noise(parameters, have_noise=noise is not None)
@@ -97,19 +97,19 @@ class PrivateStep(OpenBatch):
         self._add_noise(parameters, have_noise=False)
 
     def _add_noise(self, parameters: Sequence[nn.Parameter], *, have_noise: bool) -> None:
-        """Add the noise that is due to sums, unless the sums' kernel added it (`have_noise`)."""
+        """Add the noise that is due, unless the sums' kernel has added it (`have_noise`)."""
         if not have_noise and self.sums.is_alone:
             streams = self._noise_if_complete(parameters)
             have_noise = streams is not None
             if streams is not None:
                 self.sums.add_noise(parameters, streams)
-        # Marked last, so that a sum is not marked as noised if adding its noise failed.
+        # Marked last: if adding the noise fails, the sum is not marked as noisy.
         if have_noise:
             assert self.noise is not None
             self.noise.mark_added({p: self.sums[p] for p in parameters})
 
     def _noise_if_complete(self, parameters: Sequence[nn.Parameter]) -> list[NoiseStream] | None:
-        """Return the noise to add now; the first call in the last backward charges the release."""
+        """Return the noise to add now. The first call in the last backward charges the release."""
         if self._may_charge:
             self._may_charge = False
             # With several ranks, noise is added to the sum over their samples, or tokens.
@@ -137,12 +137,12 @@ class PrivateStep(OpenBatch):
             self.discard()
             self.tracker.refused()
             raise RuntimeError(
-                "a backward pass on a draw whose release was charged and dropped: two releases of "
-                "one draw cost more than those of two draws. Go on with the loader's next batch"
+                "a backward pass on a logical batch whose release was charged and dropped: two "
+                "releases of one batch cost more than of two. Go on with the loader's next batch"
             )
 
     def _charge(self, *, signalled: bool) -> BatchNoise:
-        """Charge accountant and ledger for this logical batch, then return its noise.
+        """Charge the accountant and the ledger for this logical batch, then return its noise.
 
         Args:
             signalled: whether another loader signalled that the logical batch ends here.
@@ -174,13 +174,13 @@ class PrivateStep(OpenBatch):
     def release(self, *, signalled: bool) -> None:
         """Set `.grad` to the sums of the logical batch plus noise, divided by the public divisor.
 
-        If the release is interrupted, it can be made again, with the same sums and noise.
+        An interrupted release can be made again; it has the same sums and the same noise.
 
         Args:
             signalled: see `_charge`.
         """
         with self.dropping():
-            if self.noise is None:  # no gate has charged this release
+            if self.noise is None:  # the backward has not charged this release
                 if not self.sums.has_begun:
                     self.gradients.drop()  # of the release before
                 self.gradients.refuse_written()
@@ -193,13 +193,13 @@ class PrivateStep(OpenBatch):
             divisor = self.options.divisor
             for theirs, means in self.sums.with_noise(parameters, self.noise, divisor):
                 self.gradients.set(theirs, means)
-        except (RuntimeError, ValueError):  # no optimizer may step on a part of a release
+        except (RuntimeError, ValueError):  # optimizers must not step on an incomplete release
             self.gradients.drop(parameters)
             raise
         self.released_std = self.noise.std / self.options.divisor
         self.noise.complete()
         self.charge.block.complete()
-        # Cleared last, so that an interrupted release is not made again from cleared sums.
+        # Cleared last: a release that is interrupted and made again still has its sums.
         self.released = parameters
         self.noise = None
         self.sums.clear()

@@ -21,7 +21,7 @@ from .noise import BatchNoise
 
 
 class _OneSample(NamedTuple):
-    """The gradient and factor of one sample, in place of its sum, which takes twice the memory."""
+    """Holds the gradient and factor of one sample instead of their product, to save memory."""
 
     grad: Tensor  # [1, ...]
     factors: Tensor  # [1]
@@ -30,16 +30,16 @@ class _OneSample(NamedTuple):
 class ClippedSums(Mapping[nn.Parameter, Tensor]):
     """Sums of the clipped gradients of one logical batch, over its microbatches.
 
-    Only the clipping gates add to these sums, and only these sums are released. The mapping holds
-    the clipped sum of each parameter over the samples of this rank. For a scattered parameter it
-    holds this rank's rows, over the samples of all ranks; under a context, this rank's slice, see
-    `Slices`. Exact sums are float64; rounded sums, and sums with noise, are float32 or wider.
+    Only clipping gates add to these sums, and only these sums are released. The mapping holds the
+    clipped sum of each parameter over the samples of this rank. For a scattered parameter it holds
+    this rank's rows of the sum over the samples of all ranks; under context parallelism, this
+    rank's slice, see `Slices`. Exact sums are float64; rounded or noisy sums are at least float32.
 
     Args:
         trained: the parameters with private gradients.
         names: dotted name of each parameter.
         ranks: this process and its peers.
-        exact: whether sums of per-sample gradients are multiples of the grid.
+        exact: whether sums of per-sample gradients are rounded to multiples of the grid.
 
     Attributes:
         rounded: names of the parameters with a rounded sum.
@@ -74,7 +74,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         self.slices = Slices(self.ranks)
 
     def clear(self) -> None:
-        """Drop the sums; the next backward begins a logical batch."""
+        """Drop the sums; the next backward begins a new logical batch."""
         self._sums: dict[nn.Parameter, Tensor | _OneSample] = {}
         self._waiting: dict[nn.Parameter, Tensor] = {}
         self._attempt = 0
@@ -99,7 +99,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         return self.ranks.everyone is None and not self.is_sharded
 
     def is_trained(self, parameter: nn.Parameter) -> bool:
-        """Return whether this is one of the parameters with private gradients."""
+        """Return whether this parameter has a private gradient."""
         return parameter in self._ids
 
     @property
@@ -109,7 +109,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 
     @property
     def grid(self) -> float | None:
-        """The number whose multiples exact sums are; None if sums are rounded."""
+        """The number of which exact sums are multiples, or None if sums are rounded."""
         if not self.exact or not math.isfinite(self.bound):
             return None
         return grid_of(self.bound)
@@ -118,21 +118,21 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         """Refuse a microbatch whose sums float64 might not hold exactly.
 
         Raises:
-            PrivateRefusal: there are too many samples; the message has the largest number.
+            PrivateRefusal: there are too many samples; the message says how many are allowed.
         """
-        # The private loader's batches were checked before; other batches may have any size.
+        # Batches of the private loader were checked earlier; other batches may have any size.
         if self.grid is None:
             return
         most = exact_slots(self.grid, self.bound) // self.ranks.data_size
         if rows > most:
             raise PrivateRefusal(
-                f"a batch has more than {most} samples, the most whose sums are exact in "
+                f"a batch has more than {most} samples, up to which sums are exact in "
                 "float64; use smaller batches, or make_private(..., exact=False)",
                 rows=rows,
             ) from None
 
     def take_noise(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Return whether the sums' kernel may add noise: the sums are exact, and then complete."""
+        """Return whether the kernel that writes these exact, complete sums may add their noise."""
         return self.is_alone and self.grid is not None and self._sums.keys().isdisjoint(parameters)
 
     def add_clipped(
@@ -142,13 +142,13 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         factors: Tensor,
         noise: Sequence[NoiseStream] | None = None,
     ) -> None:
-        """Sum per-sample gradients `[B, ...]` times their clipping factors, and add the sums.
+        """Multiply per-sample gradients `[B, ...]` by their clipping factors, and add them up.
 
         Args:
             parameters: the parameters of the sums.
             grads: `[B, *parameter.shape]` for each parameter.
             factors: `[B]`, the clipping factors.
-            noise: for each parameter, added in the same kernel; only if the sums `take_noise`.
+            noise: noise of each parameter, added in the same kernel; only if `take_noise`.
         """
         held = [(p, g, self._sum_to_extend(p)) for p, g in zip(parameters, grads, strict=True)]
         kept = [(p, g, total) for p, g, total in held if total is not None]
@@ -190,13 +190,13 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             self._add(parameter, total)
 
     def add_zero(self, parameter: nn.Parameter) -> None:
-        """Join the exchange of a scattered parameter of which this rank has no gradient."""
+        """Add zeros for a scattered parameter without a gradient: all ranks join its exchange."""
         if self.slices.is_scattered(parameter):
             self._add(parameter, torch.zeros(parameter.shape, device=parameter.device))
 
     def exchange(self) -> None:
-        """Exchange the sums of scattered parameters that wait for a full bundle."""
-        # All ranks add in one dtype, even if their own sums have different ones.
+        """Exchange the sums of scattered parameters that wait until a bundle is full."""
+        # All ranks add in one dtype, even if the dtypes of their own sums differ.
         wide = {p: total.double() for p, total in self._waiting.items()}
         self._waiting = {}
         if not wide:
@@ -207,7 +207,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             self._sums[parameter] = own if held is None else held + own
 
     def add_noise(self, parameters: Sequence[nn.Parameter], noise: Sequence[NoiseStream]) -> None:
-        """Add noise to sums that are complete."""
+        """Add noise to complete sums."""
         totals = add_noise_([self[p].contiguous() for p in parameters], noise)
         self._sums.update(zip(parameters, totals, strict=True))
         self._narrow(parameters)
@@ -217,12 +217,12 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
     ) -> Iterator[tuple[list[nn.Parameter], list[Tensor]]]:
         """Yield the noisy means over the samples of all ranks; noise alone if there is no sum.
 
-        Yields some parameters at a time, so that few sums exist twice; all parameters at once if
-        there are no other ranks. The tensors are new.
+        Yields some parameters at a time, so that few sums exist twice; without other ranks it
+        yields all parameters at once. The tensors are new.
         """
         self._attempt += 1
         if self._attempt > 1 and not self.is_alone:
-            # If one rank alone repeated a release, the other ranks would be in its middle.
+            # If one rank alone repeated a release, the others would be in the middle of it.
             self.ranks.agree("an interrupted release", {"attempt": self._attempt})
         bundles = [list(parameters)] if self.is_alone else self.slices.bundled(parameters)
         for number, theirs in enumerate(bundles):
@@ -237,11 +237,11 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         noise: BatchNoise,
         divisor: float,
     ) -> dict[nn.Parameter, Tensor]:
-        """Return this rank's part of the release."""
+        """Return the elements of the release that this rank owns."""
         totals = self.slices.reduced({p: self._wide(p) for p in parameters}, names)
         for parameter, total in totals.items():
             held = self._sums.get(parameter)
-            # An interrupted release is made again from the sums without noise.
+            # If the release is interrupted, it is made again from the sums without noise.
             if isinstance(held, Tensor) and total.data_ptr() == held.data_ptr():
                 totals[parameter] = total.clone() if noise.is_due(parameter) else total
         noise.add_(totals, {p: self.slices.owned(p).start for p in totals})
@@ -250,7 +250,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         return dict(zip(totals, means, strict=True))
 
     def _wide(self, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's part of a sum, or zeros, in the dtype of additions."""
+        """Return this rank's part of a sum, or zeros, in the dtype in which ranks add."""
         # Ranks add in float64; a sum that already has its noise exists only without other ranks.
         dtype = wide_dtype(parameter) if self.is_alone else torch.float64
         held = self.get(parameter)

@@ -1,4 +1,4 @@
-"""Turns: decides what optimizers step on. Several optimizers step on one release, each once."""
+"""Turns: decides which gradients optimizers step on; each can step once on a release."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from torch.optim import Optimizer
 from ..refusal import PrivateRefusal
 from .step import PrivateStep
 
-# What a call of step() uses. After a microbatch that is not the last one, step() does nothing.
+# The gradients that step() uses. It does nothing after a microbatch that is not the last one.
 Kind = Literal["microbatch", "release", "public gradients"]
 
 _IN_TURNS = (
     "one of several private optimizers stepped in some microbatches of a logical batch and not in "
     "others. Which releases it steps on would depend on the number of microbatches, which is "
-    "private: call step() of each in every iteration, or choose by loader.releases, as in "
+    "private: call step() of each optimizer in every iteration, or choose by loader.releases: "
     "`if loader.releases % 5 == 0: optimizers[1].step()`"
 )
 
 
 class Turns:
-    """Decides what the first optimizer steps on; each other optimizer steps on the same, once.
+    """Decides which gradients the first optimizer steps on; the others step on the same ones.
 
-    If one optimizer steps a second time, a new step begins. An optimizer that has not stepped
+    If an optimizer steps a second time, a new step begins. An optimizer that has not stepped
     before the next microbatch or backward skips the release.
 
     Args:
         optimizer: the wrapped optimizer, or several as one.
-        step: owns the logical batch.
+        step: the `PrivateStep`, which owns the logical batch.
     """
 
     def __init__(self, optimizer: Optimizer, step: PrivateStep):
         self._optimizer = optimizer
         self._step = step
         self._draw: int | None = None
-        # Numbers of the draw's microbatches, except the last, in which each optimizer stepped.
+        # For each optimizer, the microbatches in which it stepped, except the last microbatch.
         self._stepped_in: dict[Optimizer, set[int]] = {}
         self._end()
 
@@ -82,12 +82,12 @@ class Turns:
         return self._kind
 
     def _note_microbatch(self, optimizer: Optimizer) -> None:
-        """Refuse optimizers that take turns by microbatch, since they would do so by release too.
+        """Refuse optimizers that step in different microbatches: they share out releases, too.
 
-        An optimizer may step in the last microbatch alone.
+        An optimizer may step in the last microbatch only.
         """
         tracker = self._step.tracker
-        if tracker.current is None:  # a batch of BatchMemoryManager
+        if tracker.current is None:  # a batch of Opacus' BatchMemoryManager
             return
         if tracker.current.draw != self._draw:
             each, self._stepped_in = self._stepped_in, {}
@@ -98,7 +98,7 @@ class Turns:
         self._stepped_in.setdefault(optimizer, set()).add(tracker.received)
 
     def _step_first(self, optimizer: Optimizer) -> Kind:
-        """End the microbatch or logical batch, and return what the step uses."""
+        """End the microbatch or logical batch; return which gradients the step uses."""
         step = self._step
         if step.public.are_waiting and not step.is_open and step.tracker.has_left_trial:
             self._set_public_gradients(optimizer)
@@ -128,7 +128,7 @@ class Turns:
         step.end()
 
     def _set_public_gradients(self, optimizer: Optimizer) -> None:
-        """Set `.grad` to gradients of public data alone, without release or charge."""
+        """Set `.grad` to gradients of public data alone; nothing is released or charged."""
         step = self._step
         step.gradients.drop()
         gradients = self._public_gradients("public data alone", optimizer)
@@ -138,11 +138,11 @@ class Turns:
         step.parameters_change()
 
     def _public_gradients(self, kind: str, optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
-        """Return the mean gradients of public data over all ranks, which must step alike."""
+        """Return the mean gradients of public data over all ranks; all must make this step."""
         self._agree(kind, optimizer)
         return self._step.public.mean(self._step.sums.ranks)
 
     def _agree(self, kind: str, optimizer: Optimizer) -> None:
-        """Raise unless all ranks step, with the same optimizer on the same kind of gradients."""
+        """Raise unless all ranks step with the same optimizer on the same type of gradients."""
         step = self._step
         step.admission.of_step(kind, step.parameters_of(optimizer), step.public.names)

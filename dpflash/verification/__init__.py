@@ -1,1 +1,1 @@
-"""Checks during training that nothing but released parameters changes, and compares tensors."""
+"""Checks during training that nothing but released parameters changes; compares tensors."""

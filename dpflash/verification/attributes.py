@@ -1,9 +1,9 @@
 """Saves, restores and compares the attributes that modules keep between forwards.
 
-Parameters, buffers and children are left out. Contents of Python's containers and of
+Parameters, buffers and child modules are left out. Contents of Python's containers and of
 `SimpleNamespace` are compared; other objects count as unchanged. Hooks of forwards and backwards
-are restored too, since models that install hooks in their first forward keep a flag for this in
-an attribute. Hooks of state dicts stay: FSDP2 adds them in its first forward, and keeps its flag
+are restored too, since a model that installs hooks in its first forward records this in an
+attribute. Hooks of state dicts stay: FSDP2 adds them in its first forward, and records it
 elsewhere.
 """
 
@@ -29,7 +29,7 @@ _HOLD_NO_DATA = (bool, NoneType, nn.Module, torch.dtype, torch.device)
 
 
 def identity(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """A key that is equal for containers of the same objects; of other objects, the id."""
+    """Return a key that is equal for containers of the same objects; the id of other objects."""
     kind = type(value)
     if id(value) in above:
         return above.index(id(value))
@@ -45,12 +45,12 @@ def identity(value: Any, above: tuple[int, ...] = ()) -> Any:
 
 
 def copied(value: Any, copies: dict[int, Any], *, with_tensors: bool) -> Any:
-    """Copy a container with all containers in it, and with `with_tensors` the tensors too.
+    """Copy a container with all containers in it, and with `with_tensors` also the tensors.
 
     Args:
-        value: returned itself if it is neither a container nor such a tensor.
-        copies: the copies so far by id, so that an object that occurs twice has one copy.
-        with_tensors: copy tensors too, except parameters.
+        value: the container; any other value, except such a tensor, is returned itself.
+        copies: the copies so far by id, so that an object that occurs twice is copied once.
+        with_tensors: whether to copy tensors too, except parameters.
     """
     kind = type(value)
     # isinstance would ask a proxy for the class of its object, which may raise.
@@ -67,7 +67,7 @@ def copied(value: Any, copies: dict[int, Any], *, with_tensors: bool) -> Any:
     else:
         copies[id(value)] = made = copy.copy(value)
         held = vars(made) if kind is SimpleNamespace else made
-        # copy.copy has copied plain values, of large tables too.
+        # copy.copy has copied the plain values already, even in large tables.
         for key, x in list(enumerate(held) if kind in _LISTS else held.items()):
             if type(x) in _CONTAINERS or with_tensors and issubclass(type(x), Tensor):
                 held[key] = copied(x, copies, with_tensors=with_tensors)
@@ -75,11 +75,11 @@ def copied(value: Any, copies: dict[int, Any], *, with_tensors: bool) -> Any:
 
 
 def _clone(x: Tensor, copies: dict[int, Any]) -> Tensor:
-    """Copy a tensor; copies of views of one tensor are views of one copy."""
+    """Copy a tensor; views of one tensor become views of one copy."""
     if type(x) is not Tensor or x.layout != torch.strided or x.is_meta or x.is_quantized:
         return x.detach().clone()
     storage = x.untyped_storage()
-    key = -storage.data_ptr()  # negative, so no object's id
+    key = -storage.data_ptr()  # negative, so it is no object's id
     if key not in copies:
         copies[key] = storage.clone()
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
@@ -87,7 +87,7 @@ def _clone(x: Tensor, copies: dict[int, Any]) -> Tensor:
 
 
 def is_same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
-    """Whether two values have the same contents."""
+    """Return whether two values have the same contents."""
     if one is two or id(one) in above:
         return True
     if type(one) is not type(two):
@@ -96,7 +96,7 @@ def is_same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
         try:
             return one.dtype == two.dtype and bool(torch.equal(one, two))
         except (NotImplementedError, RuntimeError):
-            # Not defined for all layouts; a wrong False costs two more forwards.
+            # Not defined for all layouts; False, if it is wrong, costs two more forwards.
             return False
     if issubclass(type(one), _PLAIN):
         return bool(one == two)
@@ -113,10 +113,10 @@ def is_same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
 
 
 class OwnAttributes:
-    """Saved attributes of a model's modules.
+    """Saves the attributes of a model's modules.
 
     Args:
-        named_modules: (name, module) of the model.
+        named_modules: the (name, module) pairs of the model.
     """
 
     def __init__(self, named_modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -130,15 +130,15 @@ class OwnAttributes:
         self._copies = self._copies_of(self._held)
 
     def restore(self) -> None:
-        """Restore the saved attributes themselves, not copies of them."""
+        """Restore the saved attributes themselves, not copies."""
         self._set(self._held)
 
     def restore_copies(self) -> None:
-        """Give the modules copies of the saved attributes, which they may change in place."""
+        """Set copies of the saved attributes on the modules, which may change them in place."""
         self._set(self._copies_of(self._copies))
 
     def differing(self, other: OwnAttributes) -> list[str]:
-        """Names of the attributes whose contents differ between two saved states of one model."""
+        """Return the names of attributes that differ between two saved states of one model."""
         return [
             f"{name}.{key}" if name else key
             for (name, _), one, two in zip(self._modules, self._copies, other._copies, strict=True)
@@ -147,7 +147,7 @@ class OwnAttributes:
         ]
 
     def changed(self) -> list[tuple[nn.Module, str, Any, Any]]:
-        """(module, name, saved contents, present value) of the attributes that differ now."""
+        """Return (module, name, saved contents, current value) of attributes that have changed."""
         return [
             (module, name, before.get(name), value)
             for (_, module), before in zip(self._modules, self._copies, strict=True)
@@ -156,7 +156,7 @@ class OwnAttributes:
         ]
 
     def kept_since(self) -> list[str]:
-        """Names of the attributes that may hold data and have changed since they were saved."""
+        """Return the names of changed attributes that may hold data."""
         may_hold = {
             f"{name}.{key}" if name else key
             for name, module in self._modules

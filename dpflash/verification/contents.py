@@ -10,18 +10,18 @@ from torch import Tensor
 from ..distributed.fsdp import is_sharded
 from .digests import row_digests
 
-# Contents are compared in the first forward and backward, and then once in this many. It is a
-# prime, so that a change which a forward makes at regular intervals is met.
+# Contents are compared in the first forward and backward, and then once in this many of them. It
+# is a prime number, so that a change that a forward makes at regular intervals is found.
 EVERY = 61
 
 
 def version(tensor: Tensor) -> int | None:
-    """Version counter of a tensor; None if it has none."""
+    """Return the version counter of a tensor, or None if it has none."""
     return None if tensor.is_inference() else here(tensor)._version
 
 
 def here(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor."""
+    """Return this rank's part of a tensor."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -29,7 +29,7 @@ def here(tensor: Tensor) -> Tensor:
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """Digest of the contents, int64, on the tensor's device; see `row_digests`."""
+    """Return a digest of the contents, int64, on the tensor's device; see `row_digests`."""
     held = here(tensor).detach()
     if held.is_meta:
         return torch.zeros((), dtype=torch.int64)
@@ -41,7 +41,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """Sums of each tensor's bits as integers, to be compared with those of other processes."""
+    """Return the sum of each tensor's bits as integers, to be compared between processes."""
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32}
     plain = [x.detach().resolve_conj().resolve_neg().reshape(-1) for x in tensors]
     sums = [x.view(words.get(x.itemsize, torch.int64)).sum(dtype=torch.int64) for x in plain]
@@ -56,7 +56,7 @@ class Comparisons:
         self._begun: list[tuple[list[str], Tensor, torch.cuda.Event | None]] = []
 
     def begin(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Begin to compare the digests with the same name."""
+        """Begin to compare the digests that have the same name."""
         for device in {digest.device for digest in after.values()}:
             names = [name for name, digest in after.items() if digest.device == device]
             one = torch.stack([before[name].to(device, non_blocking=True) for name in names])
@@ -68,7 +68,7 @@ class Comparisons:
             self._begun.append((names, flags, event))
 
     def differing(self, *, wait: bool) -> list[str]:
-        """Names of the tensors whose digests differ.
+        """Return the names of the tensors whose digests differ.
 
         Args:
             wait: wait for unfinished comparisons; otherwise a later call returns their results.

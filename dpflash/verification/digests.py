@@ -12,8 +12,8 @@ import os
 import torch
 from torch import Tensor
 
-_WORDS = 4096  # words in a chunk, as many as a table has multipliers
-_LEVELS = 4  # a level sums chunks of the sums of the level before
+_WORDS = 4096  # words in a chunk; a table has as many multipliers
+_LEVELS = 4  # each level sums chunks of the sums of the previous level
 _AT_ONCE = {"cpu": 1 << 16}  # words that fit into a cache
 _PROJECTIONS = 4
 _PROJECTED = 1 << 18  # entries of a row that are projected at once
@@ -22,7 +22,7 @@ _tables: dict[torch.device, Tensor] = {}
 
 
 def row_digests(x: Tensor) -> Tensor:
-    """Keyed digests `[B]`, int64, of the bits of the rows of x `[B, ...]`.
+    """Return keyed digests `[B]`, int64, of the bits of the rows of x `[B, ...]`.
 
     A row's 32-bit words are multiplied by secret random 64-bit numbers and added modulo 2^64. Any
     two different rows of one shape and dtype have the same digest with probability below 2^-30.
@@ -43,18 +43,18 @@ def row_digests(x: Tensor) -> Tensor:
 
 
 def is_deterministic(device: torch.device) -> bool:
-    """Whether a repeated computation has the same bits on this device."""
+    """Return whether a repeated computation gives the same bits on this device."""
     if device.type == "cuda":
         return torch.are_deterministic_algorithms_enabled()
     return device.type == "cpu"
 
 
 def row_summaries(x: Tensor, *, rounds: bool = False) -> Tensor:
-    """Summaries of the rows of x `[B, ...]`, for `differing`.
+    """Return summaries of the rows of x `[B, ...]`, to be compared by `differing`.
 
-    On a deterministic device these are digests `[B, 1]`, int64. On other devices, and with
-    `rounds`, if a repeated computation rounds differently, they are fp64: the norm of each row and
-    its projections on vectors of random signs.
+    On a deterministic device these are digests `[B, 1]`, int64. On other devices, and if `rounds`
+    says that a repeated computation rounds differently, they are fp64: each row's norm, and its
+    projections on vectors of random signs.
     """
     if is_deterministic(x.device) and not rounds:
         return row_digests(x).unsqueeze(1)
@@ -63,7 +63,7 @@ def row_summaries(x: Tensor, *, rounds: bool = False) -> Tensor:
     width = min(rows.shape[1], _PROJECTED)
     signs = _signs(width, generator).to(x.device)
     sums = torch.zeros(len(x), 1 + _PROJECTIONS, dtype=torch.float64, device=x.device)
-    # Signs for a whole row may not fit into memory: each part of a row reuses them, times a sign.
+    # Signs for a whole row may not fit into memory. Each part reuses them, times a random sign.
     for part in rows.split(_PROJECTED, 1) if width else ():
         wide = part.double()
         sums[:, 0] += wide.square().sum(1)
@@ -73,21 +73,21 @@ def row_summaries(x: Tensor, *, rounds: bool = False) -> Tensor:
 
 
 def greatest(x: Tensor) -> Tensor:
-    """`[B]`: the greatest absolute value of each row of x `[B, ...]`; NaN if the row has a NaN."""
+    """Return the greatest absolute value of each row of x: `[B]`; NaN if the row has a NaN."""
     rows = x.detach().reshape(len(x), x.shape[1:].numel())
     if not rows.numel():
         return rows.abs().sum(1)
-    # On CPUs faster than a norm; a few rows at a time, since abs() makes a copy.
+    # On CPUs this is faster than a norm. Few rows at a time, since abs() makes a copy.
     parts = rows.split(max(1, _AT_ONCE.get(x.device.type, 1 << 22) // rows.shape[1]))
     return torch.cat([part.abs().amax(1) for part in parts])
 
 
 def differing(one: Tensor, two: Tensor, tolerance: float) -> Tensor:
-    """`[B]`, bool: rows whose summaries differ.
+    """Return which rows have different summaries: `[B]`, bool.
 
     Args:
         one, two: results of `row_summaries`; if shapes or dtypes differ, all rows differ.
-        tolerance: relative to a row's norm; not used for digests.
+        tolerance: allowed difference relative to a row's norm; not used for digests.
     """
     if one.shape != two.shape or one.dtype != two.dtype:
         return torch.ones(len(two), dtype=torch.bool, device=two.device)
@@ -99,19 +99,19 @@ def differing(one: Tensor, two: Tensor, tolerance: float) -> Tensor:
 
 
 def tolerance(dtypes: set[torch.dtype]) -> float:
-    """Relative difference of rows that is taken for rounding: sqrt(eps) of the coarsest dtype."""
+    """Return the relative difference that counts as rounding: sqrt(eps) of the coarsest dtype."""
     floats = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
     return math.sqrt(max(floats, default=0.0))
 
 
 def _signs(count: int, generator: torch.Generator) -> Tensor:
-    """`[count, projections]`, random numbers 1 and -1."""
+    """Return random numbers 1 and -1, `[count, projections]`."""
     bits = torch.randint(0, 2, (count, _PROJECTIONS), generator=generator)
     return 2.0 * bits.double() - 1.0
 
 
 def as_words(x: Tensor) -> Tensor:
-    """The bits of x as integers `[B, n]`, of 32 bits if the size of a row allows it."""
+    """Return the bits of x as integers `[B, n]`, of 32 bits if the size of a row allows it."""
     if x.layout != torch.strided:
         x = x.to_dense()
     if x.is_complex():
@@ -125,7 +125,7 @@ def as_words(x: Tensor) -> Tensor:
 
 
 def _chunk_sums(words: Tensor, multipliers: Tensor) -> Tensor:
-    """`[B, chunks]`: sums over each chunk of the words `[B, n]` times the multipliers."""
+    """Return the sum over each chunk of the words `[B, n]` times multipliers: `[B, chunks]`."""
     whole = words.shape[1] // _WORDS
     parts = []
     if whole:
@@ -154,7 +154,7 @@ def _in_slabs(chunks: Tensor, multipliers: Tensor) -> Tensor:
 
 
 def _table(device: torch.device) -> Tensor:
-    """Secret multipliers `[levels, words]`, int64, the same on all devices of the process."""
+    """Return secret multipliers `[levels, words]`, int64, equal on all devices of the process."""
     if device not in _tables:
         cpu = torch.device("cpu")
         if cpu not in _tables:

@@ -1,7 +1,7 @@
-"""Entries: what `state_dict()` holds besides parameters and buffers.
+"""Entries: checks the values in `state_dict()` that are neither parameters nor buffers.
 
-Metrics, `get_extra_state` and hooks add entries of their own. Data in such an entry would be
-released without noise, so the entries must not change.
+Metrics, `get_extra_state` and hooks add such entries. Data in them would be released without
+noise, so they must not change.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .contents import digest
 
 
 class Entries:
-    """The entries of one model's `state_dict()` that are neither a parameter nor a buffer.
+    """Compares the entries of a model's `state_dict()` that are neither a parameter nor a buffer.
 
     Args:
-        module: the model, not yet private.
+        module: the model, before it becomes private.
         allowed: names of entries that may change.
 
     Raises:
@@ -37,20 +37,20 @@ class Entries:
         self._seen = self._others(self._state())
         for name in self.changed():
             raise ValueError(
-                f"'{name}' of state_dict() cannot be pickled, or not to the same bytes each "
-                "time, so whether data changes it would be unknown: leave it out of state_dict(), "
-                f"or, if it is public, pass allow_buffers=[{name!r}]"
+                f"'{name}' of state_dict() cannot be pickled, or is pickled to different bytes "
+                "each time, so whether data changes it would be unknown: leave it out of "
+                f"state_dict(), or, if it is public, pass allow_buffers=[{name!r}]"
             )
 
     def changed(
         self, state: Mapping[str, Any] | None = None, prefix: str = "", within: str = ""
     ) -> list[str]:
-        """Names of the entries that are new, or have changed.
+        """Return the names of entries that are new or have changed.
 
         Args:
             state: a result of `state_dict()`; by default that of the whole model.
             prefix: the prefix of the model's names in `state`; other names are left out.
-            within: the prefix that these names get instead.
+            within: the prefix with which these names are returned instead.
         """
         others = self._others(self._state() if state is None else state, prefix, within)
         return [n for n, now in others.items() if now is None or self._seen.get(n) != now]
@@ -58,7 +58,7 @@ class Entries:
     def accept(
         self, names: Collection[str] | None = None, apart_from: Collection[str] = ()
     ) -> None:
-        """Accept the present contents of entries; by default of all known entries."""
+        """Accept the current contents of entries, by default of all known entries."""
         names = [n for n in self._seen if (names is None or n in names) and n not in apart_from]
         if names:
             now = self._others(self._state())
@@ -92,7 +92,7 @@ def _entries(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _released(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of the parameters and buffers that `state_dict()` has without hooks."""
+    """Yield (name, tensor) of parameters and buffers that `state_dict()` has without hooks."""
     yield from module.named_parameters(remove_duplicate=False)
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for key, buffer in owner._buffers.items():
@@ -101,10 +101,10 @@ def _released(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _storages(tensor: Tensor) -> set[int]:
-    """Addresses of a tensor's storages; empty if it has no storage."""
+    """Return the addresses of a tensor's storages; the empty set if it has none."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        # With newer torch a DTensor's mesh is among them.
+        # In newer torch, the names include a DTensor's mesh.
         parts = [getattr(tensor, name) for name in names]
         return {place for part in parts if isinstance(part, Tensor) for place in _storages(part)}
     try:
@@ -114,14 +114,14 @@ def _storages(tensor: Tensor) -> set[int]:
 
 
 def _is_cast(value: Tensor, held: Tensor | None) -> bool:
-    """Whether a value equals the model's own tensor, perhaps in another dtype."""
+    """Return whether a value equals the model's own tensor, perhaps in another dtype."""
     if held is None or held.shape != value.shape:
         return False
     return bool(digest(held.detach().to(value.dtype)) == digest(value))
 
 
 def _summary(value: Any) -> bytes | None:
-    """A key that is equal for equal values; None if there is none."""
+    """Return a key that is equal for equal values, or None if the value cannot be pickled."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.fast = True  # Otherwise objects that occur twice are written as references.
@@ -133,7 +133,7 @@ def _summary(value: Any) -> bytes | None:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes digests of tensors' contents, also inside of objects, instead of their addresses."""
+    """Writes digests of tensors' contents, also inside objects, instead of their addresses."""
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

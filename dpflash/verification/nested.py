@@ -20,12 +20,12 @@ _OTHERS = (type, ModuleType, Tensor, np.ndarray, nn.Module)
 
 
 def tensors_of(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """(place, tensor) for all tensors in a batch; places are like "['labels'][0]"."""
+    """Yield (path, tensor) for all tensors in a batch; a path is, say, "['labels'][0]"."""
     return leaves_of(value, kinds=(Tensor,))
 
 
 def leaves_of(value: Any, *, kinds: tuple[type, ...], place: str = "") -> Iterator[Any]:
-    """(place, leaf) for all values of these kinds in a batch."""
+    """Yield (path, leaf) for all values of these types in a batch."""
     if isinstance(value, kinds):
         yield place, value
         return
@@ -34,7 +34,7 @@ def leaves_of(value: Any, *, kinds: tuple[type, ...], place: str = "") -> Iterat
 
 
 def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """(place, part) for the parts of a container; nothing for any other value."""
+    """Yield (path, part) for the parts of a container; nothing for any other value."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", part) for key, part in value.items())
     elif names := _field_names(value):
@@ -46,7 +46,7 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def parts_within(value: Any) -> Iterator[tuple[str, Any]]:
-    """(place, part) for the parts of a container, or for the attributes of another object."""
+    """Yield (path, part) for the parts of a container, or the attributes of another object."""
     parts = list(parts_of(value))
     if not parts and hasattr(value, "__dict__") and not isinstance(value, _OTHERS):
         parts = [(f".{name}", part) for name, part in vars(value).items()]
@@ -54,16 +54,16 @@ def parts_within(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """A copy of a batch with `change` applied to all its tensors, see `map_leaves`."""
+    """Return a copy of a batch with `change` applied to all its tensors, see `map_leaves`."""
     return map_leaves(change, value, kinds=(Tensor,))
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any, *, kinds: tuple[type, ...]) -> Any:
-    """A copy of a batch, in equal containers, with `change` applied to all values of these kinds.
+    """Return a copy of a batch with `change` applied to all values of these types.
 
-    A container's attributes that hold a changed value are changed too. The copy shares other
-    objects with `value`, and also containers in which nothing changes, unless pytrees know their
-    class. A container whose copy would share its contents is returned unchanged.
+    Containers keep their classes; their attributes that hold a changed value are changed too. The
+    copy shares other objects with `value`, and containers in which nothing changes, unless pytrees
+    know their class. A container whose copy would share its contents is returned unchanged.
     """
     if isinstance(value, kinds):
         return change(value)
@@ -100,13 +100,13 @@ def _set_part(value: Any, name: Any, part: Any) -> None:
 
 
 def _flattened(value: Any) -> tuple[list[Any], Any] | None:
-    """The parts and the structure of a container that torch's pytrees know, or None."""
+    """Return the parts and structure of a container that torch's pytrees know, or None."""
     parts, structure = tree_flatten(value, is_leaf=lambda part: part is not value)
     return None if structure.is_leaf() else (parts, structure)
 
 
 def _settable_parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """(key, part) for the parts of a container whose class pytrees do not know."""
+    """Yield (key, part) for the parts of a container whose class pytrees do not know."""
     if isinstance(value, MutableMapping):
         yield from value.items()
     elif dataclasses.is_dataclass(value):
@@ -116,7 +116,7 @@ def _settable_parts(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _field_names(value: Any) -> tuple[str, ...]:
-    """Names of the fields of a dataclass or a named tuple."""
+    """Return the names of the fields of a dataclass or a named tuple."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return tuple(f.name for f in dataclasses.fields(value) if hasattr(value, f.name))
     return tuple(value._fields) if isinstance(value, tuple) and hasattr(value, "_fields") else ()

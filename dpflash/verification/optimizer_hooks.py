@@ -1,4 +1,4 @@
-"""Finds optimizers with hooks on the model's forwards, as K-FAC has for its preconditioner."""
+"""Finds optimizers that hook the model's forwards, as K-FAC does for its preconditioner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 
 def hook_of_optimizer(name: str, module: nn.Module) -> str | None:
-    """A message that names an optimizer with a hook on a module; None if there is none."""
+    """Return a message that names an optimizer with a hook on a module, or None."""
     hooks = (
         *(module._forward_hooks, module._forward_pre_hooks),
         *(module._backward_hooks, module._backward_pre_hooks),
@@ -31,7 +31,7 @@ def hook_of_optimizer(name: str, module: nn.Module) -> str | None:
 
 
 def _owner(hook: Callable[..., Any]) -> Any:
-    """The object that a hook is a method of, or whose method made it; None if there is none."""
+    """Return the object whose method a hook is, or whose method made the hook; else None."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     cells = getattr(hook, "__closure__", None) or ()
@@ -44,6 +44,6 @@ def _owner(hook: Callable[..., Any]) -> Any:
 
 
 def _is_preconditioner(owner: object) -> bool:
-    """Whether an object steps and has a state, as kfac-pytorch's preconditioner does."""
+    """Return whether an object steps and has a state, as kfac-pytorch's preconditioner does."""
     names = ("step", "load_state_dict")
     return not isinstance(owner, nn.Module) and all(hasattr(owner, n) for n in names)

@@ -1,7 +1,7 @@
 """Rewritten: finds trained parameters whose contents a forward changes.
 
 An optimizer or a loop may change parameters between forwards. A forward that writes into them
-writes data of its batch, as it does to revive unused codes or to initialize from a first batch.
+writes data of its batch, for instance to revive unused codes or to initialize from a first batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .contents import EVERY, Comparisons, digest, here
 
 
 class Rewritten:
-    """The trained parameters that forwards of one model have rewritten.
+    """Finds the trained parameters that forwards of one model have rewritten.
 
     Version counters and addresses are compared around every forward. Contents are compared around
     the first forward and once in `EVERY` forwards, because writes to `.data` change neither. They
@@ -39,10 +39,10 @@ class Rewritten:
 
     @contextmanager
     def forward(self, *, again: bool = False) -> Iterator[None]:
-        """Note the parameters that a forward inside the block rewrites.
+        """Record the parameters that a forward in the body rewrites.
 
         Args:
-            again: whether it is a repeated forward; contents are then compared.
+            again: whether it is a repeated forward, for which contents are always compared.
         """
         whole = again or self._forwards % EVERY == 0
         self._forwards += not again
@@ -59,7 +59,7 @@ class Rewritten:
             self._comparisons.begin(before, self._digests(before))
 
     def names(self, *, wait: bool) -> list[str]:
-        """Names of the rewritten parameters; see `Comparisons.differing`."""
+        """Return the names of the rewritten parameters; see `Comparisons.differing`."""
         self._found |= dict.fromkeys(self._comparisons.differing(wait=wait))
         return list(self._found)
 

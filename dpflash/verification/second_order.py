@@ -22,8 +22,8 @@ def differentiable_once(
 ) -> Callable[..., tuple[Any, ...]]:
     """Decorate the backward of an autograd function: raise if it runs with create_graph=True.
 
-    torch's `once_differentiable` raises only if the incoming gradient has a graph. A gradient
-    penalty, whose incoming gradient is constant, would silently get no gradient.
+    torch's `once_differentiable` raises only if the incoming gradient has a graph. The incoming
+    gradient of a gradient penalty is constant, so the penalty would silently get no gradient.
     """
 
     @functools.wraps(backward)
@@ -49,7 +49,7 @@ def refuse_transforms(layer: str) -> None:
     """Refuse a private layer inside torch.func's transforms or forward-mode differentiation.
 
     Raises:
-        RuntimeError: naming the layer.
+        RuntimeError: the layer is inside one; the message names the layer.
     """
     if torch.compiler.is_compiling():
         return
@@ -67,14 +67,14 @@ def refuse_transforms(layer: str) -> None:
 
 
 def is_in_transform() -> bool:
-    """Whether torch.func's transforms (vmap, grad, jvp, ...) run this code."""
+    """Return whether torch.func's transforms (vmap, grad, jvp, ...) run this code."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _layer_of(node: Any) -> str:
-    """The private layer of an autograd node, found by the handles among the node's inputs."""
+    """Return the private layer of an autograd node, found from the handles among its inputs."""
     inputs = list(node.next_functions)
-    # With units there is a node between the handle and its use.
+    # With units there is another node between the handle and the operation.
     for parent, position in inputs + [i for n, _ in inputs if n for i in n.next_functions]:
         gate = getattr(parent, "gate", None)
         if gate is not None:

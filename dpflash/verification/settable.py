@@ -1,4 +1,4 @@
-"""Refuses to set public attributes that a class does not declare, or that were set before."""
+"""Refuses to set public attributes that a class does not declare, or that are fixed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 
 
 class OnlySettable:
-    """A class whose public attributes are its settable properties and `replaceable_methods`.
+    """A class whose only settable public names are properties with a setter and listed methods.
 
-    Setting any other name raises an AttributeError that says what to do instead. Names with an
-    underscore can be set, by the class and by frameworks that mark objects.
+    The methods are `replaceable_methods`. Setting another public name raises an AttributeError
+    with advice. The class and frameworks that mark objects can set names with an underscore.
     """
 
     # Methods that other code wraps in place, as learning-rate schedulers wrap `step`.
     replaceable_methods: ClassVar[tuple[str, ...]] = ()
-    # What to do instead of setting a name, by name.
+    # For each name, what to do instead of setting it.
     instead_of_setting: ClassVar[Mapping[str, str]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -47,7 +47,7 @@ class Fixed:
     """
 
     fixed_by: ClassVar[str] = "its __init__"
-    # What to do instead of setting a name, by name, and for all other names.
+    # What to do instead: for each name, and for all other names.
     instead_of_setting: ClassVar[Mapping[str, str]] = {}
     instead_of_setting_others: ClassVar[str] = "make another one"
 
@@ -64,7 +64,7 @@ class Fixed:
 
 
 def _settable_properties(kind: type) -> list[str]:
-    """Names of the properties that have a setter."""
+    """Return the names of the properties that have a setter."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         found.update(vars(base))

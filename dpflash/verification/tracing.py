@@ -10,10 +10,10 @@ _OR_LATER = ", or trace in torch.no_grad()"
 
 
 def refuse_tracing(layer: str) -> None:
-    """Refuse a call with gradients if torch records it.
+    """Refuse a call with gradients while torch records it.
 
     Raises:
-        RuntimeError: naming the layer.
+        RuntimeError: torch records the call; the message names the layer.
     """
     if torch.compiler.is_compiling():
         if torch.compiler.is_exporting():
@@ -25,7 +25,7 @@ def refuse_tracing(layer: str) -> None:
 
 
 def refuse_recording(layer: str, found: str, also: str = _OR_LATER) -> NoReturn:
-    """Raise the error about the recording of a private layer by `found`."""
+    """Raise the error that `found` records a private layer."""
     raise RuntimeError(
         f"module '{layer}' is private, and {found} would record how it computes per-sample "
         "gradients. Call engine.detach(model) first, or use a plain copy, copy.deepcopy(model)"

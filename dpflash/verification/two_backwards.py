@@ -1,8 +1,8 @@
 """Compares the two backwards of ghost clipping.
 
-The first backward computes the norms, the second one sums gradients with factors from these norms.
-A gradient that differs between the two would be summed without a bound. On a deterministic device
-keyed digests of each use's rows are compared; on others the second backward computes norms again.
+The first backward computes the norms; the second sums gradients with factors from these norms. A
+gradient that differs between the two would be summed without a bound. On a deterministic device,
+digests of each operation's rows are compared; on others the second backward computes norms too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DIFFERENT = (
 
 @contextmanager
 def _selected_kept() -> Iterator[None]:
-    """Have selective activation checkpointing keep saved tensors, which it drops when used."""
+    """Make selective activation checkpointing keep saved tensors, which it drops after use."""
     kind: Any = checkpoint._CachedTorchDispatchMode
     enter, leave = kind.__enter__, kind.__exit__
     held: dict[int, dict[Any, Any]] = {}
@@ -58,7 +58,7 @@ def _selected_kept() -> Iterator[None]:
 def grad_before_backward(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], seeds: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the outputs; keeps the graph for the backward that follows."""
+    """Return the gradients of the outputs; keep the graph for the backward that follows."""
     with _selected_kept():
         return torch.autograd.grad(
             outputs, inputs, grad_outputs=seeds, retain_graph=True, allow_unused=True
@@ -73,8 +73,8 @@ class FirstBackward:
     """Watches the backward that computes norms.
 
     Attributes:
-        exact: whether digests are compared; if not, norms are.
-        uses: digests of the rows of each use, by parameter, in order.
+        exact: True if digests are compared, False if norms are.
+        uses: digests of the rows of each operation, by parameter, in order.
         dtypes: the floating-point dtypes of the rows.
     """
 
@@ -94,7 +94,7 @@ class FirstBackward:
                 self.use(gate, position, (grad,))
 
     def allowed(self, squares: Tensor) -> Tensor:
-        """Squared norms `[B]` to clip by: upper bounds of the norms in the second backward."""
+        """Return squared norms `[B]` to clip by: upper bounds of norms in the second backward."""
         if self.exact:
             return squares
         narrow = any(dtype.itemsize < 4 for dtype in self.dtypes)
@@ -102,12 +102,12 @@ class FirstBackward:
 
 
 class SecondBackward(FirstBackward):
-    """Watches the backward that sums, and compares it with the first.
+    """Watches the backward that sums, and compares it with the first backward.
 
     Args:
         first: watch of the first backward.
         squares: squared norms `[B]` from `first.allowed`.
-        group: ranks that raise together.
+        group: ranks that raise an error together.
     """
 
     def __init__(self, first: FirstBackward, squares: Tensor, group: ProcessGroup | None) -> None:
@@ -128,10 +128,10 @@ class SecondBackward(FirstBackward):
         refuse_together(refusal, self._group, "the second backward", BackwardsDiffer)
 
     def _unequal(self, gate: WatchedGate) -> str | None:
-        """A message about the first parameter whose uses differ; None if no use differs."""
+        """Return a message about the first parameter whose operations differ, or None."""
         first, second = self._first.uses, self.uses
         found: list[tuple[int, Tensor]] = []
-        # In order of arrival, so that the layer nearest to the losses is named.
+        # In order of arrival, so that the message names the layer nearest to the losses.
         for position in {**first, **second}:
             one, two = first.get(position, []), second.get(position, [])
             where = _DIFFERENT.format(where=f"layer '{gate.layer_of(position)}'")

@@ -1,7 +1,7 @@
-"""Unchanged: checks that nothing but released steps changes what `state_dict()` holds.
+"""Unchanged: checks that only optimizer steps on releases change the contents of `state_dict()`.
 
 Values that a forward writes into buffers, parameters or other entries would be released without
-noise, and affect later batches. Version counters are compared in every forward and backward.
+noise, and would affect later batches. Version counters are compared in every forward and backward.
 Contents are compared once in `EVERY` of them, because writes to `.data` do not advance a counter.
 """
 
@@ -29,13 +29,13 @@ from .rewritten import Rewritten
 
 @dataclass(frozen=True)
 class _Place:
-    """Place of a tensor in the model.
+    """The place of a tensor in the model.
 
     Attributes:
         module: the module that holds the tensor.
         key: the tensor's name in the module.
-        is_buffer: whether it is a buffer; if not, it is a frozen parameter.
-        part: the sharded parameter that is in the module between forwards; else None.
+        is_buffer: True for a buffer, False for a frozen parameter.
+        part: the sharded parameter that is in the module between forwards, or None.
     """
 
     module: nn.Module
@@ -45,7 +45,7 @@ class _Place:
 
     @property
     def is_public(self) -> bool:
-        """Whether the tensor is in `state_dict`."""
+        """Whether `state_dict` contains the tensor."""
         return not self.is_buffer or self.key not in self.module._non_persistent_buffers_set
 
     def tensor(self) -> Tensor | None:
@@ -69,7 +69,7 @@ class _State:
         return cls(tensor, version(tensor), tensor.shape, digest(tensor))
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is the same object, with the same version counter."""
+        """Return whether `tensor` is the same object, with the same version counter."""
         return (
             tensor is self.tensor and self.version is not None and version(tensor) == self.version
         )
@@ -115,19 +115,19 @@ class Unchanged:
         return self._rewritten.forward(again=again)
 
     def before_backward(self) -> str | None:
-        """`refusal` for a backward; compares contents in the first one, and once in `EVERY`."""
+        """Return `refusal`; contents are compared in the first backward, and once in `EVERY`."""
         contents = self._backwards % EVERY == 0
         refusal = self.refusal(contents=contents, wait=False) or self._entered()
-        # After a refusal the next backward is refused again.
+        # Not counted after a refusal, so that the next backward is refused too.
         self._backwards += refusal is None
         return refusal
 
     def changed(self, *, contents: bool = True, wait: bool = True) -> list[str]:
-        """Names of buffers and frozen parameters that changed.
+        """Return the names of buffers and frozen parameters that changed.
 
         Args:
-            contents: compare all contents, even if no version counter advanced.
-            wait: wait for the devices; see `Comparisons.differing`.
+            contents: whether to compare all contents, even if no version counter advanced.
+            wait: whether to wait for the devices; see `Comparisons.differing`.
         """
         if contents:
             for name, place in _buffers_of(self._module):
@@ -161,15 +161,15 @@ class Unchanged:
         return changed + self._compared(wait)
 
     def _compared(self, wait: bool) -> list[str]:
-        """Names of the tensors that a finished comparison has found to differ."""
+        """Return the names of tensors for which a finished comparison has found a difference."""
         names = self._comparisons.differing(wait=wait)
         for name in names:
-            # Without a version the tensor is compared each time, and at once.
+            # Without a version, the tensor is compared in each call, and at once.
             self._states[name] = replace(self._states[name], version=None)
         return names
 
     def refusal(self, *, contents: bool = True, wait: bool = True) -> str | None:
-        """A message that names the tensors that changed, or None. For arguments see `changed`."""
+        """Return a message that names the changed tensors, or None; arguments: see `changed`."""
         if changed := self.changed(contents=contents, wait=wait):
             return (
                 f"{_listed(changed)} changed since make_private: buffers and frozen parameters "
@@ -194,24 +194,24 @@ class Unchanged:
     def leaving(
         self, state: Mapping[str, Any] | None = None, prefix: str = "", within: str = ""
     ) -> str | None:
-        """`refusal` for weights to be released; the arguments are those of `Entries.changed`."""
+        """Return `refusal` for weights to be released; arguments: see `Entries.changed`."""
         if refusal := self.refusal():
             return refusal
         if others := self._entries.changed(state, prefix, within):
             return (
                 f"{_listed(others)} of state_dict() is no parameter and no buffer of the model, "
-                "and is new or changed since make_private: data that metrics, get_extra_state and "
-                "hooks keep there would be released without noise. Keep it outside of "
-                "state_dict() (metrics with persistent=False) and release that alone: "
-                "torch.save(model) writes all else too; if its contents are public, have it there "
-                f"at make_private, and pass allow_buffers=[{_listed(others)}]"
+                "and is new or changed since make_private: data that metrics, get_extra_state "
+                "and hooks keep there would be released without noise. Keep it outside of "
+                "state_dict() (metrics with persistent=False) and release state_dict() alone: "
+                "torch.save(model) writes everything else too; if its contents are public, have "
+                f"it there at make_private, and pass allow_buffers=[{_listed(others)}]"
             )
         return None
 
     def compare(
         self, state: Mapping[str, Any] | None = None, prefix: str = "", within: str = ""
     ) -> None:
-        """Compare all contents; the arguments are those of `Entries.changed`.
+        """Compare all contents; for the arguments see `Entries.changed`.
 
         Raises:
             PrivateRefusal: a buffer, a parameter or another entry changed.
@@ -221,7 +221,7 @@ class Unchanged:
             raise PrivateRefusal(refusal) from None
 
     def compare_whole(self) -> None:
-        """`compare`, and warn of changed attributes, which copies of the whole model contain.
+        """Call `compare`, and warn of changed attributes, which copies of the whole model contain.
 
         Raises:
             PrivateRefusal: `state_dict()` contains a change.
@@ -231,7 +231,7 @@ class Unchanged:
             warn(text, PrivateWarning)
 
     def _kept(self) -> str | None:
-        """The text of a warning about attributes that changed; None if none changed."""
+        """Return the text of a warning about changed attributes, or None."""
         names = [n for n in self._attributes.kept_since() if n not in self._allowed_names]
         if not names:
             return None
@@ -243,7 +243,7 @@ class Unchanged:
         )
 
     def found(self) -> list[str]:
-        """Names of all buffers, parameters and entries that changed."""
+        """Return the names of all buffers, parameters and entries that changed."""
         entered = self._structure.entered(self._allowed)
         return [
             *self.changed(),
@@ -253,17 +253,17 @@ class Unchanged:
         ]
 
     def structure(self) -> int:
-        """How often the modules, forwards or hooks were found to have changed.
+        """Return how often the modules, forwards or hooks were found to have changed.
 
         Raises:
-            PrivateRefusal: a parameter entered or left its place.
+            PrivateRefusal: a parameter entered the model, or left its place.
         """
         if (refusal := self._entered()) is not None:
             raise PrivateRefusal(self.refusal(contents=False) or refusal) from None
         return self._structure.changes
 
     def _entered(self) -> str | None:
-        """A message that names a new parameter, or an optimizer's hook; None if there is none."""
+        """Return a message that names a new parameter, or an optimizer's hook; or None."""
         name = self._structure.entered(self._allowed)
         if name is None:
             return self._structure.hooked
@@ -291,7 +291,7 @@ class Unchanged:
 
     @contextmanager
     def moving(self) -> Iterator[None]:
-        """Accept the changes that a move to another device or dtype inside the block makes."""
+        """Accept the changes that a move to another device or dtype makes in the body."""
         changed, others = self.changed(), self._entries.changed()
         yield
         self._entries.accept(apart_from=others)
@@ -301,7 +301,7 @@ class Unchanged:
                 self._states[name] = _State.of(tensor)
 
     def allowed_contents(self) -> Contents:
-        """Current contents of the tensors that may change."""
+        """Return the current contents of the tensors that may change."""
         return Contents(self._allowed_places)
 
 
@@ -310,11 +310,11 @@ def _listed(names: list[str]) -> str:
 
 
 class _Structure:
-    """The parameters and modules of a model, forwards and hooks, compared by identity.
+    """The parameters, modules, forwards and hooks of a model, compared by identity.
 
     Attributes:
         changes: how often they were found to have changed.
-        hooked: a message that names an optimizer's hook; None if there is none.
+        hooked: a message that names an optimizer's hook, or None.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -328,7 +328,7 @@ class _Structure:
         named = self._module.named_modules()
         self.hooked = next(filter(None, starmap(hook_of_optimizer, named)), None)
         modules = list(self._module.modules())
-        # fully_shard puts other parameters into a module for its forward.
+        # fully_shard puts other parameters into a module during its forward.
         shards = {id(m) for m in modules if any(map(_is_shard, m._parameters.values()))}
         shards |= {i for i, own in self._places.items() if any(map(_is_shard, own.values()))}
         still = [m for m in modules if id(m) not in shards]
@@ -338,13 +338,13 @@ class _Structure:
         for m in modules[1:]:  # The model's own hooks run around the forward that is proven.
             dicts += m._forward_hooks, m._forward_pre_hooks
         self._empty = [held for held in dicts if not held]
-        # In scripted modules they are no dicts.
+        # In scripted modules these are not dicts.
         self._dicts = [held for held in dicts if held and isinstance(held, dict)]
         self._own = [vars(m) for m in modules]
         self._held = list(self._now())
         known = {i: own for i, own in self._places.items() if i in shards}
         self._places = {id(m): known.get(id(m)) or dict(m._parameters) for m in modules}
-        self._modules = modules  # Keeps ids from being used again.
+        self._modules = modules  # Referenced so that their ids are not reused.
         self._known = {id(p) for held in self._places.values() for p in held.values()}
 
     def _now(self) -> Iterator[Any]:
@@ -354,14 +354,14 @@ class _Structure:
         return chain(chain.from_iterable(map(dict.values, self._dicts)), forwards, compiled)
 
     def entered(self, allowed: Collection[str]) -> str | None:
-        """Name of a parameter that is new in the model, or not in its place; None if none is."""
+        """Return the name of a parameter that is new, or not in its place; or None."""
         size = sum(map(len, self._dicts)) + 2 * len(self._own)
         is_same = size == len(self._held) and all(map(is_, self._now(), self._held))
         if is_same and not any(self._empty):
             return None
         for prefix, module in self._module.named_modules(remove_duplicate=False):
             own = self._places.get(id(module))
-            now = dict(module._parameters.items())  # In a scripted module it is no dict.
+            now = dict(module._parameters.items())  # In a scripted module it is not a dict.
             for key in {**(own or {}), **now}:
                 name = f"{prefix}.{key}" if prefix else key
                 parameter, held = now.get(key), (own or {}).get(key)
@@ -382,7 +382,7 @@ def check_allowed(module: nn.Module, allowed: Collection[str]) -> None:
     """Refuse names that are no buffer, no parameter and no other entry of `state_dict()`.
 
     Raises:
-        ValueError: naming the first such name.
+        ValueError: there is such a name; the message names the first one.
     """
     known = _places_of(module, ())
     for name in allowed:
@@ -396,7 +396,7 @@ def check_allowed(module: nn.Module, allowed: Collection[str]) -> None:
 
 
 class Contents:
-    """Saved contents of some buffers and parameters."""
+    """Saved contents of some buffers and parameters, which can be restored."""
 
     def __init__(self, places: Iterable[_Place]) -> None:
         held = [(place, place.tensor()) for place in places]

@@ -1,8 +1,8 @@
 """Uncovered: finds the leaves that a backward would reach past the clipping gates.
 
-A head, an encoder, a temperature or a soft prompt outside of the private model, and parameters
+A head, an encoder, a temperature or a soft prompt outside of the private model, or a parameter
 added to it later, would get the unclipped gradient of private samples without noise. Inputs that
-require grad are allowed: they are new tensors in each batch, and have its first dimensions.
+require grad are allowed: they are new tensors in each batch, with the batch's first dimensions.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 @dataclass(frozen=True)
 class Hidden:
-    """Stands for the unknown leaves of a function that makes its graph in the backward."""
+    """Stands for the unknown leaves of a function that builds its graph in the backward."""
 
     name: str
 
 
 class Uncovered:
-    """Watches the leaves that the losses of one private model train.
+    """Finds the leaves that the losses of one private model train.
 
     Args:
         module: the model.
-        trained: the parameters with private gradients; others must have no gradient.
+        trained: the parameters with private gradients; no other leaf may have a gradient.
 
     Attributes:
-        path: the operations of model and loop in the last backward, as pairs of names of autograd
-            nodes that follow each other.
+        path: the operations of model and loop in the last backward, as pairs (name of an autograd
+            node, name of the node that follows).
     """
 
     def __init__(self, module: nn.Module, trained: Collection[nn.Parameter]) -> None:
@@ -60,12 +60,12 @@ class Uncovered:
     def call(
         self, tensors: Sequence[Tensor], own: Sequence[Tensor], *, is_compiled: bool = False
     ) -> Iterator[None]:
-        """Watch a call of the model inside the block.
+        """Watch a call of the model in the body.
 
         Args:
             tensors: the tensors among its arguments.
-            own: the tensors that belong to the batch; with one row, only these are inputs.
-            is_compiled: whether the model runs through torch.compile.
+            own: those that belong to the batch; with one row, only these count as inputs.
+            is_compiled: whether torch.compile runs the model.
         """
         if not self._is_called:
             self._known.clear()
@@ -76,7 +76,7 @@ class Uncovered:
         for t in (*own, *(t for t in tensors if t.shape[0] != 1)):
             self._known[_whole(t)] = True
         with ExitStack() as hooks:
-            # For checkpointing, hooks and models let outputs of frozen layers require grad.
+            # For checkpointing, hooks and models make outputs of frozen layers require grad.
             for m in self._modules if not is_compiled and has_one_row else ():
                 if m._forward_hooks or isinstance(m, nn.Embedding):
                     hooks.enter_context(m.register_forward_hook(self._note_output, prepend=True))
@@ -89,12 +89,12 @@ class Uncovered:
     def refusal(
         self, losses: Tensor | None, batch: object, leading: Sequence[int | None]
     ) -> str | None:
-        """A message that names a leaf which no gate covers; None if there is none.
+        """Return a message that names a leaf that no gate covers, or None.
 
         Args:
             losses: the losses whose backward is about to begin; None inside a scalar's backward.
-            batch: a key that is equal for backwards of the same batch only.
-            leading: the first dimensions that inputs have.
+            batch: a key that is equal only for backwards of the same batch.
+            leading: the first dimensions of inputs.
         """
         roots = [losses.grad_fn] if losses is not None else roots_of_backward()
         if not roots:
@@ -110,7 +110,7 @@ class Uncovered:
         refused = [x for x in found if not self._may_be_reached(x, batch, leading, is_called)]
         for leaf in refused:
             if isinstance(leaf, Tensor):
-                # Inside the backward of a scalar the leaf may have its gradient already.
+                # Inside a scalar's backward the leaf may have its gradient already.
                 leaf.grad = None
         if not refused:
             return None
@@ -124,12 +124,12 @@ class Uncovered:
         leading: Sequence[int | None],
         is_called: bool,
     ) -> bool:
-        """Whether the losses may reach a leaf: it is trained privately, or is an input."""
+        """Return whether the losses may reach a leaf: it is trained privately, or is an input."""
         if isinstance(leaf, Hidden) or id(leaf) in self._trained:
             return not isinstance(leaf, Hidden)
         if isinstance(leaf, nn.Parameter) or leaf.shape[: len(leading)] != tuple(leading):
             return False
-        # Weights of B classes begin with B too, but were not given to the model.
+        # The first dimension of weights of B classes is B too, but the model did not receive them.
         is_alike = not is_called or leaf.shape[:2] in self._given_shapes
         if _whole(leaf) not in self._known and not (is_alike and any(n != 1 for n in leading)):
             return False
@@ -137,23 +137,23 @@ class Uncovered:
 
 
 def _whole(x: Tensor) -> Tensor:
-    """The tensor of which x is a view, or x itself."""
+    """Return the tensor of which x is a view, or x itself."""
     return x if x._base is None else x._base
 
 
 _MAKE_PRIVATE = (
     "put it into the model, and its parameters into the optimizer, before make_private "
     "(engine.detach(model) first); or leave it untrained, with requires_grad_(False) or .detach() "
-    "of what it computes; or train it on public data inside engine.public_data(). A backward of "
+    "of its output; or train it on public data inside engine.public_data(). A backward of "
     "its own on private samples would train it without noise"
 )
 _COPY = "if it is in a copy of the model, train the model that make_private returned; else "
 _LATER = (
     "to train it later, let it require grad at make_private, freeze it after that, and unfreeze "
-    "it when it is to be trained; otherwise "
+    "it for its training; otherwise "
 )
 _NO_PARAMETER = (
-    "make it an nn.Parameter that the optimizer has, before make_private (engine.detach(model) "
+    "make it an nn.Parameter of the optimizer before make_private (engine.detach(model) "
     "first), or do not let it require grad"
 )
 _INPUTS = (
@@ -162,19 +162,19 @@ _INPUTS = (
     "row in a batch, the loader's tensor, or the tensor that the model gets instead"
 )
 _UNSEEN = (
-    "a scalar's backward was not begun by loss.backward() or torch.autograd, so what it trains "
-    "outside of the private model is unknown, and nothing was released: call loss.backward()"
+    "a scalar's backward was not begun by loss.backward() or torch.autograd, so it is unknown "
+    "what it trains outside of the private model, and nothing was released: call loss.backward()"
 )
 
 _HIDDEN = (
     "model.forward was assigned after make_private and hides the private forward, so the test "
-    "that samples stay apart did not see it, and nothing was released: call the forward that it "
-    "replaces inside of it, or write it into the model's class"
+    "that samples stay apart did not see it, and nothing was released: call the replaced "
+    "forward inside the new one, or write the new one into the model's class"
 )
 
 
 def _is_hidden(model: nn.Module) -> bool:
-    """Whether the model has a forward of its own that does not wrap the forward of its class."""
+    """Return whether the model has its own forward that does not wrap its class's forward."""
     forward = type(model).forward
 
     def is_it(x: Any) -> bool:
@@ -184,11 +184,11 @@ def _is_hidden(model: nn.Module) -> bool:
 
 
 def described(leaf: Tensor | Hidden, model: nn.Module) -> tuple[str, str]:
-    """(What is wrong with a leaf, named by its name in the model or its shape; what to do)."""
+    """Return (what is wrong with a leaf, with its name or shape; what to do)."""
     if isinstance(leaf, Hidden):
         return (
-            f"'{leaf.name}' makes its graph in the backward, as reentrant checkpointing does, and "
-            "hides what losses of private samples train in it",
+            f"'{leaf.name}' makes its graph in the backward, as reentrant checkpointing does, "
+            "so it is unknown what losses of private samples train in it",
             "pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
         )
     what, remedy = "a tensor outside of the private model that requires grad", _MAKE_PRIVATE
@@ -222,13 +222,13 @@ def leaves_past_gates(
     runs: Callable[[Any], bool] = _always,
     path: set[tuple[str, str]] | None = None,
 ) -> list[Tensor | Hidden]:
-    """The leaves that the backward from a node reaches, apart from those behind gates.
+    """Return the leaves that the backward from a node reaches, except those behind gates.
 
     Args:
-        root: the node; with None there are no leaves.
+        root: the node; None means that there are no leaves.
         model: the model, whose modules may be checkpointed.
-        runs: returns whether the backward runs a node.
-        path: receives the pairs of names of nodes that follow each other.
+        runs: function that returns whether the backward runs a node.
+        path: receives pairs (name of a node, name of the node that follows).
     """
     seen, waiting = {root}, [root] if root is not None else []
     found: dict[int, Tensor | Hidden] = {}
@@ -254,28 +254,28 @@ def leaves_past_gates(
 
 
 def _is_foreign(node: Any) -> bool:
-    """Whether a node is of a user's autograd.Function, whose backward may run another backward."""
+    """Return whether a user's autograd.Function made a node: it may run another backward."""
     return isinstance(node, BackwardCFunction) and not (
         type(node)._forward_cls.__module__.startswith("dpflash.")  # type: ignore[attr-defined]
     )
 
 
 def _trained_inside(node: Any, model: nn.Module, reached: set[int]) -> list[Tensor | Hidden]:
-    """The leaves that a backward which the node itself runs may train."""
+    """Return the leaves that a backward that the node itself runs may train."""
     backward = type(node)._forward_cls.backward
     code = getattr(inspect.unwrap(backward), "__code__", None)
-    # It recomputes a function, as a reentrant checkpoint does.
+    # Such a node recomputes a function, as a reentrant checkpoint does.
     if code is not None and {"enable_grad", "backward"} <= set(code.co_names):
         return _recomputed(node, model)
     return list(_held([vars(node), backward], reached))
 
 
 def _held(waiting: list[Any], reached: set[int]) -> Iterator[nn.Parameter]:
-    """The trained parameters of modules that functions, containers and objects reach.
+    """Yield the trained parameters of modules that functions, containers and objects reach.
 
     Args:
         waiting: the functions, containers and objects.
-        reached: ids of the values that were searched; it is extended.
+        reached: ids of the values that were searched; new ids are added.
     """
     while waiting:
         x = waiting.pop()
@@ -310,7 +310,7 @@ def _direct(held: Iterable[Any]) -> list[Any]:
 
 
 def _recomputed(node: Any, model: nn.Module) -> list[Tensor | Hidden]:
-    """The parameters of the module that a node checkpoints; `Hidden` if it is not the model's."""
+    """Return the parameters of a checkpointed module; `Hidden` if it is not one of the model's."""
     function = getattr(node, "run_function", type(node)._forward_cls)
     while isinstance(function, functools.partial):
         function = function.func
@@ -321,9 +321,9 @@ def _recomputed(node: Any, model: nn.Module) -> list[Tensor | Hidden]:
 
 
 def roots_of_backward() -> list[Any]:
-    """The nodes at which the running backwards of this process began."""
+    """Return the nodes at which the running backwards of this process began."""
     roots: list[Any] = []
-    # Autograd does not report them, and runs nodes of other devices in threads of its own.
+    # Found in the stacks: autograd does not report them, and runs other devices in own threads.
     for top in sys._current_frames().values():
         frame: FrameType | None = top
         while frame is not None:

@@ -1,6 +1,6 @@
 """Interface of watches, which see per-sample gradients arrive at the clipping gates.
 
-A use is one call of a layer in a forward; for handles and gates see `dpflash.clipping.gate`.
+An operation is one call of a layer in a forward; handles and gates: see `dpflash.clipping.gate`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 def alive(reference: weakref.ref[_T]) -> _T:
-    """The object to which a node of autograd's graph holds a weak reference.
+    """Return the object of a weak reference that a node of autograd's graph holds.
 
     Nodes hold only weak references: Python's garbage collector does not look into a graph.
     """
@@ -46,26 +46,26 @@ class WatchedGate(Protocol):
         """The number of the gate's parameters."""
 
     def layer_of(self, position: int) -> str:
-        """Dotted name of the layer that holds the parameter at this position."""
+        """Return the dotted name of the layer that holds the parameter at this position."""
 
     def by_sample(self, x: Tensor) -> tuple[Tensor, Units | None]:
-        """(a use's tensor `[B, ...]`, None), or (entries `[n, ...]` of all units, the units)."""
+        """Return (tensor `[B, ...]`, None), or (entries `[n, ...]` of all units, the units)."""
 
     def is_dense(self, position: int) -> bool:
-        """Whether some use of a parameter returns its gradient to the handle."""
+        """Return whether an operation returns the parameter's gradient to the handle."""
 
     def finish_norms(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Squared norms `[B]` of the group; grads are the handles' gradients."""
+        """Return the group's squared norms `[B]`; grads are the handles' gradients."""
 
 
 class Watch(Protocol):
-    """Sees each use of a matrix parameter, and then the gradients of each gate's handles."""
+    """Sees each operation on a matrix parameter, and then the gradients of each gate's handles."""
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        """See the tensors of a use; the first tensor is linear in the losses' gradient."""
+        """Record an operation's tensors; the first of them is linear in the losses' gradient."""
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
-        """See a gate after all its uses; raise PrivateRefusal to refuse the backward."""
+        """Record a gate after all its operations; raise PrivateRefusal to refuse the backward."""
 
 
 def refuse_together(
@@ -83,7 +83,7 @@ def refuse_together(
         error: class of the error.
 
     Raises:
-        PrivateRefusal: with this rank's reason, or if it has none, with the first other rank's.
+        PrivateRefusal: a rank refuses; with this rank's reason, or else another rank's.
     """
     rows = gather_rows([int(refusal is not None)], group, name)
     if not any(row[0] for row in rows):

@@ -618,7 +618,8 @@ def test_what_ranks_cannot_do_together_is_refused_by_name_on_all(started):
 def test_ranks_at_different_draws_are_refused(started):
     for failure in started.gather(2, "differing_draws"):
         assert (
-            "draw differs between ranks (rank 0 has (0, 0), rank 1 has (0, 1))" in failure.message
+            "logical batch differs between ranks (rank 0 has (0, 0), rank 1 has (0, 1))"
+            in failure.message
         )
 
 

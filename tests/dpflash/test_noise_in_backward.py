@@ -276,7 +276,7 @@ def test_a_draw_whose_release_was_dropped_is_paid_for_and_not_released_again(
                 optimizer.step()
         optimizer.zero_grad()
         spent = engine.get_epsilon(1e-5)
-        with pytest.raises(RuntimeError, match="draw whose release was charged and dropped"):
+        with pytest.raises(RuntimeError, match="batch whose release was charged and dropped"):
             engine.backward(losses_of(model, x))
         assert not engine._step.sums and all(p.grad is None for p in model.parameters())
         assert optimizer.releases == 1 and engine.get_epsilon(1e-5) == spent > 0
@@ -318,7 +318,7 @@ def test_a_backward_after_an_interrupted_release_does_not_get_its_noise(untried,
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(engine._step.gradients, "set", lambda *_: _interrupt())
             losses_of(model, x).sum().backward()
-        with pytest.raises(RuntimeError, match="after a release of this logical batch was begun"):
+        with pytest.raises(RuntimeError, match="after the release of this logical batch had"):
             losses_of(model, x).sum().backward()
         with pytest.raises(RuntimeError, match="lacks a microbatch"):
             optimizer.step()

@@ -76,4 +76,4 @@ def test_an_empty_batch_has_a_plan_too(private):
 def test_the_table_has_whole_names_and_a_legend(private):
     name = "a_layer_whose_name_is_longer_than_any_table_should_have_room_for_" * 2
     text = str(planned(private, Model(("first", name))))
-    assert f"\n{name}.weight " in text and "kept: until the gradients are clipped" in text
+    assert f"\n{name}.weight " in text and "kept MiB: memory until gradients are clipped" in text

@@ -256,7 +256,7 @@ def test_indices_of_a_batch_are_not_taken_for_positions_since_another_number_was
     _, model, _, loader = private(model, torch.zeros(64, dtype=torch.long), batch_size=8)
     for (drawn,) in loader:
         assert len(drawn) not in (1, 5)
-        said = r"may be one index .*\(indices\[:, None\]\)\.squeeze\(1\) for the former"
+        said = r"may be one index .*\(indices\[:, None\]\)\.squeeze\(1\) for one index"
         with pytest.raises(dpflash.PrivateRefusal, match=said):
             model(torch.randint(9, (5,)))
         break
@@ -278,7 +278,7 @@ def test_positions_stay_positions_where_their_number_is_once_that_of_the_samples
     torch.manual_seed(0)
     engine, model, optimizer, _ = private(Positioned(), max_grad_norm=50.0)
     with pytest.raises(
-        dpflash.PrivateRefusal, match="may be one index for each sample or positions"
+        dpflash.PrivateRefusal, match="may be one index for each sample, or positions"
     ):
         model(torch.randint(9, (6, 6)))
     for tokens in (5, 6):

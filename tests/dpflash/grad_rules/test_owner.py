@@ -186,7 +186,7 @@ class PackedToken(Token):
 def test_a_recurrent_layer_that_an_owner_calls_itself_is_refused(kind, batch_first, private):
     layer, x = nn.LSTM(WIDTH, WIDTH, batch_first=batch_first), inputs()
     engine, model, *_ = private(of_a_model(kind(layer, batch_first)), x, one_part=True)
-    message = rf"'1' \({kind.__name__}\) .* calls a layer LSTM itself.* gets and returns"
+    message = rf"'1' \({kind.__name__}\) .* calls a layer LSTM itself.* takes and returns"
     with pytest.raises(ValueError, match=message):
         engine.backward(squares(model, x))
 
@@ -789,5 +789,5 @@ def test_one_index_does_not_make_the_indices_of_a_batch_positions(private):
     _, made, *_ = private(Labeled(), verify_first_batch=False)
     y = torch.tensor([1, 2, 3, 1])
     made(torch.zeros(4, 3), y[:1])
-    with pytest.raises(PrivateRefusal, match="one index for each sample or positions"):
+    with pytest.raises(PrivateRefusal, match="one index for each sample, or positions"):
         made(torch.zeros(4, 3), y)

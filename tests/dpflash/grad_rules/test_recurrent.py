@@ -199,7 +199,7 @@ def test_the_first_batch_proves_single_steps(cell, private):
         (lambda m, x: m(x[0, 0])[0], r"unsqueeze\(0\)"),
         (
             lambda m, x: m(x[:, 0], (torch.zeros(1, H),) * 2)[0],
-            "expected .B, H. each, of the input's batch",
+            "expected .B, H. for each state",
         ),
     ],
     ids=["unbatched", "one_state"],

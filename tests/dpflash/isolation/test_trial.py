@@ -229,7 +229,7 @@ def test_an_example_says_which_loss_changed_from_what_to_what():
 
     with pytest.raises(ValueError, match="the loss of sample") as caught:
         _train(_made(example=_example({})), losses)
-    found = re.search(r"sample (\d+) is (\S+) in the example, and (\S+) where", str(caught.value))
+    found = re.search(r"sample (\d+) is (\S+) in the example, and (\S+) if", str(caught.value))
     assert found is not None
     sample, now, before = int(found[1]), float(found[2]), float(found[3])
     ours = [float(x[sample]) for x in (given[-1], given[0])]

@@ -454,7 +454,7 @@ def test_a_split_round_warns_that_the_target_is_exceeded(banded):
     for _ in range(2):
         lose_a_draw(run[3])
         if run[3].releases == 2:
-            with pytest.warns(UserWarning, match="release 3: .* 2 rounds of 3, and a draw"):
+            with pytest.warns(UserWarning, match="release 3: .* 2 rounds of 3, and a logical"):
                 train(run, 1)
         else:
             train(run, 1)
