@@ -1,4 +1,4 @@
-"""JSON of values that may not be finite."""
+"""Prepares values for JSON, which supports neither NaN nor infinities."""
 
 from __future__ import annotations
 

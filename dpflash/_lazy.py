@@ -1,4 +1,4 @@
-"""Lazy imports: a package's `__getattr__` that imports names and modules at their first use."""
+"""Lazy imports: a package's `__getattr__` that imports a name or module when first accessed."""
 
 from __future__ import annotations
 

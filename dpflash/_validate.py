@@ -1,4 +1,4 @@
-"""Checks of arguments. The keyword of a value becomes the name in the error message.
+"""Checks of arguments. The keyword under which a value is passed is named in the error message.
 
 ``positive(max_grad_norm=-1.0)`` raises a ValueError that begins with "max_grad_norm=-1.0:".
 """
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 _LEAST_BOUND, _MOST_BOUND = 1e-30, 1e30
 _LEAST_NOISE = 2.0**-30
-# Times a bound of less than 2^31 grid steps this is `dpflash.kernels.noise.MAX_SCALE`.
+# Multiplied by 2^31, the bound's limit in grid steps: `dpflash.kernels.noise.MAX_SCALE`.
 _MOST_NOISE = 2.0**14
 
 
@@ -32,19 +32,19 @@ def _real(name: str, value: object) -> float:
     except OverflowError:
         raise ValueError(f"{name}: expected a number within float's range, below 1e308") from None
     if math.isnan(number):
-        raise ValueError(f"{name}=nan: expected a number; look for a 0/0 or inf-inf that made it")
+        raise ValueError(f"{name}=nan: expected a number; look for 0/0 or inf-inf in your code")
     return number
 
 
 def positive(**values: object) -> None:
-    """Refuse values that are not numbers > 0. Infinity is accepted, see `finite`."""
+    """Refuse values that are not numbers > 0. Accepts infinity, which `finite` refuses."""
     for name, value in values.items():
         if _real(name, value) <= 0:
             raise ValueError(f"{name}={value!r}: expected a number > 0; pass a greater one")
 
 
 def non_negative(**values: object) -> None:
-    """Refuse values that are not numbers >= 0. Infinity is accepted, see `finite`."""
+    """Refuse values that are not numbers >= 0. Accepts infinity, which `finite` refuses."""
     for name, value in values.items():
         if _real(name, value) < 0:
             raise ValueError(f"{name}={value!r}: expected a number >= 0; pass 0 or a greater one")
@@ -58,11 +58,11 @@ def finite(**values: object) -> None:
 
 
 def noise_fits(*, max_grad_norm: float, noise_multiplier: float) -> None:
-    """Refuse a bound and noise that float32 sums cannot hold. Without noise any bound is accepted.
+    """Refuse a bound and noise that float32 sums cannot represent. Without noise accept any bound.
 
-    Sums of 10^8 samples and noise of 300 standard deviations stay below float32's 3.4e38. The step
-    of the grid of clipped gradients, 2^-30 of the bound, stays above float32's smallest number,
-    and the noise is at least one such step.
+    With the values accepted, sums of 10^8 samples and noise of 300 standard deviations are below
+    float32's maximum, 3.4e38. The grid step of clipped gradients, 2^-30 of the bound, is above
+    float32's smallest number, and the noise's standard deviation is at least one grid step.
     """
     positive(max_grad_norm=max_grad_norm)
     non_negative(noise_multiplier=noise_multiplier)
@@ -72,13 +72,13 @@ def noise_fits(*, max_grad_norm: float, noise_multiplier: float) -> None:
     if noise_multiplier >= _MOST_NOISE:
         raise ValueError(
             f"noise_multiplier={noise_multiplier!r}: expected less than {_MOST_NOISE:g}, since "
-            "larger noise would not be exact in float64; pass less"
+            "larger noise would not be exact in float64; pass a smaller number"
         )
     if not _LEAST_BOUND <= float(max_grad_norm) <= _MOST_BOUND:
         raise ValueError(
             f"max_grad_norm={max_grad_norm!r} with noise: expected a number between "
             f"{_LEAST_BOUND:g} and {_MOST_BOUND:g}, so that sums fit into float32; scale the "
-            "losses and the bound alike, or pass noise_multiplier=0 for any bound, inf included"
+            "losses and the bound alike, or pass noise_multiplier=0 for any bound, also infinity"
         )
     if noise_multiplier < _LEAST_NOISE:
         raise ValueError(
@@ -92,7 +92,7 @@ def probability(**values: object) -> None:
     for name, value in values.items():
         if not 0 < _real(name, value) < 1:
             raise ValueError(
-                f"{name}={value!r}: expected 0 < {name} < 1; pass a number strictly between"
+                f"{name}={value!r}: expected 0 < {name} < 1; pass a number strictly between these"
             )
 
 
@@ -108,18 +108,18 @@ def positive_int(**values: object) -> None:
 
 
 def words(**values: object) -> None:
-    """Refuse values that are not one line of printable text without spaces around it."""
+    """Refuse values that are not one line of printable text, or begin or end with a space."""
     for name, value in values.items():
         is_text = isinstance(value, str) and value.isprintable() and value.strip() == value != ""
         if not is_text:
             raise ValueError(
                 f"{name}={value!r}: expected a word, or several in one line; pass printable text "
-                "without spaces around it"
+                "that does not begin or end with a space"
             )
 
 
 def bytes_of(**values: object) -> int:
-    """Return one value in bytes. It is a number, or text with a unit, "80GB" or "512 MiB"."""
+    """Return the number of bytes in one value: a number, or text such as "80GB" or "512 MiB"."""
     ((name, value),) = values.items()
     if isinstance(value, str):
         found = re.fullmatch(r"\s*([0-9.]+)\s*(?:([kmgt])(i?)b?|b)?\s*", value, re.IGNORECASE)
@@ -127,11 +127,11 @@ def bytes_of(**values: object) -> int:
             number = float(found.group(1)) if found else math.nan
         except ValueError:
             number = math.nan
-        # "80" without a unit is hardly meant as 80 bytes, so it is refused.
+        # Refuse text such as "80" without a unit, which is hardly meant as 80 bytes.
         if found is None or not number > (0 if found.group(2) else 2**10):
             raise ValueError(
-                f"{name}={value!r}: expected bytes; pass a number, or a number and a unit such as "
-                "'80GB' (80 * 10^9) or '512MiB' (512 * 2^20)"
+                f"{name}={value!r}: expected bytes; pass a number of bytes, or a string with a "
+                "unit, such as '80GB' (80 * 10^9) or '512MiB' (512 * 2^20)"
             )
         power = " kmgt".index((found.group(2) or " ").lower())
         return int(number * (1024 if found.group(3) else 1000) ** power)
@@ -141,16 +141,16 @@ def bytes_of(**values: object) -> int:
 
 
 def one_of(**choices: tuple[object, Collection[object]]) -> None:
-    """Refuse a value that is not an allowed one: ``one_of(clipping=(value, ("flat",)))``."""
+    """Refuse a value that is not in a list: ``one_of(clipping=(value, ("flat",)))``."""
     for name, (value, allowed) in choices.items():
-        # isinstance first, since `==` of arrays and tensors compares element by element.
+        # Test isinstance first, since `==` of arrays and tensors compares element by element.
         if not any(isinstance(value, type(choice)) and value == choice for choice in allowed):
             listed = ", ".join(repr(choice) for choice in allowed)
             raise ValueError(f"{name}={value!r}: expected one of {listed}; pass one of these")
 
 
 def optional(check: Callable[..., None], **values: object) -> None:
-    """Check the values that are not None: ``optional(positive, memory=None)``."""
+    """Apply a check to the values that are not None: ``optional(positive, memory=None)``."""
     check(**{name: value for name, value in values.items() if value is not None})
 
 
@@ -160,7 +160,7 @@ def counted(number: int, thing: str) -> str:
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """Return a question with the known names that are most similar to an unknown name."""
+    """Return "did you mean ...?" with the known names most similar to an unknown name."""
     close = difflib.get_close_matches(name, known, n=2) or difflib.get_close_matches(
         name, known, n=3, cutoff=0.0
     )
@@ -168,7 +168,7 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 
 def naming_unknown_fields(kind: type[_T]) -> type[_T]:
-    """Class decorator: a dataclass refuses an unknown keyword and names similar fields."""
+    """Class decorator: a dataclass's error for an unknown keyword names similar fields."""
     init: Any = kind.__init__
     known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
 

@@ -74,7 +74,7 @@ from .verification.uncovered import Uncovered
 
 _log = logging.getLogger(__name__)
 
-# The settings that must be equal on all ranks, besides those of the sampling plan.
+# The settings that must be equal on all ranks, in addition to `SamplingPlan.scheme`.
 _EQUAL = (
     *("noise_multiplier", "max_grad_norm", "clipping", "clip_function", "loss_reduction"),
     *("budget", "exact", "verify_first_batch", "foreign_batches"),
@@ -86,12 +86,12 @@ _OF_DRAWS = (
 )
 
 _USUAL_DELTA = 1e-5  # assumed if no delta is known
-# The grid of this bound has steps of 1e-5, so without noise smaller gradients are lost.
+# The grid step of this bound is 1e-5, and without noise smaller gradients are rounded to zero.
 _COARSE_BOUND = 1e4
 
 
 class Given(NamedTuple):
-    """The objects that were passed to make_private."""
+    """The objects passed to make_private."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -99,13 +99,13 @@ class Given(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """Results of the checks, which change nothing."""
+    """Results of `_check`, which changes nothing."""
 
     layers: list[Layer]
     trained: list[nn.Parameter]
     groups: list[Group]
     loader: PrivateDataLoader
-    entries: list[str]  # digests of some entries of the dataset, if there are several ranks
+    entries: list[str]  # digests of some entries of the dataset; empty for one rank
     planned_batch_size: int  # samples of a microbatch, for the planner's costs
     optimization: Optimization
 
@@ -125,9 +125,9 @@ def build(
 
     Args:
         given, settings: the arguments of make_private.
-        plan: the sampling plan; None to make it here.
-        keys, spending, ranks: of the engine.
-        as_folder: whether checkpoints are folders.
+        plan: the sampling plan; None to compute the plan here.
+        keys, spending, ranks: the engine's.
+        as_folder: whether checkpoints are folders, not single files.
         delta: delta at which epsilon is reported if there is no budget.
 
     Raises:
@@ -149,8 +149,8 @@ def build(
         found = _check(given, settings, plan, keys, ranks)
         if _is_trained_on(data_loader.dataset, spending) and not releases:
             warn(
-                "another PrivacyEngine trained on this dataset, and each engine's epsilon counts "
-                "only its own releases, but for people in both data sets they add up. Use one "
+                "another PrivacyEngine trained on this dataset: each engine's epsilon counts only "
+                "its own releases, but the epsilons add up for people in both data sets. Use one "
                 "engine, or pass PrivacyEngine(ledger=...) to all of them, or "
                 "accountant=earlier.accountant",
             )
@@ -217,7 +217,7 @@ def build(
         )
         trial = Trial(sandbox, schedule)
         declared = privacy.loss_reduction
-        # Context ranks are left out: each has its own tokens' losses and gradients.
+        # No place trials on context ranks: each rank has its own tokens' losses and gradients.
         if (plan.packing is None and declared is None) or ranks.context is None:
             place_trial = PlaceTrial(
                 sandbox,
@@ -275,14 +275,14 @@ def build(
     )
 
 
-# id of a dataset -> a reference to it, and the spendings of engines that made loaders of it: those
-# with releases, and the last one. The set holds the entries that the loader draws from, or None
-# for all entries.
+# id of a dataset -> (a weak reference to it, [(spending of an engine, entries), ...]) for the
+# engines whose loaders use the dataset: those with releases, and the last engine. `entries` holds
+# the indices of the entries that the loader samples from, or is None for all entries.
 _spendings: dict[int, tuple[ref[Any], list[tuple[Spending, set[Any] | None]]]] = {}
 
 
 def _is_trained_on(dataset: Any, spending: Spending) -> bool:
-    """Whether another engine has released after training on this dataset, but not yet this one.
+    """Return True if another engine, but not yet this one, has releases from this dataset.
 
     Two subsets of a dataset count as the same dataset if they have an entry in common.
     """
@@ -290,7 +290,7 @@ def _is_trained_on(dataset: Any, spending: Spending) -> bool:
     key = id(origin)
     try:
         own = ref(origin, lambda _: _spendings.pop(key, None))
-    except TypeError:  # a list
+    except TypeError:  # no weak reference, such as to a list
         return False
     _, before = _spendings.get(key, (own, []))
     earlier: list[tuple[Spending, set[Any] | None]] = []
@@ -304,7 +304,7 @@ def _is_trained_on(dataset: Any, spending: Spending) -> bool:
 
 
 def _origin(dataset: Any) -> tuple[Any, set[Any] | None]:
-    """Return the object that holds a dataset's entries, and their indices, or None for all."""
+    """Return (the object that holds a dataset's entries, their indices or None for all)."""
     entries: Sequence[Any] | None = None
     while isinstance(dataset, Subset):
         own = dataset.indices
@@ -319,7 +319,7 @@ def _origin(dataset: Any) -> tuple[Any, set[Any] | None]:
 
 
 def _devices_of(module: nn.Module) -> frozenset[torch.device]:
-    """The model's devices other than the CPU."""
+    """Return the devices of the model's parameters, without the CPU."""
     return frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
 
 
@@ -349,7 +349,7 @@ def _check(
         physical_batch_size=performance.physical_batch_size,
         rank_part=(ranks.data_rank, ranks.data_size),
         public_length=privacy.public_length,
-        # With several ranks the step refuses foreign batches, on all ranks together.
+        # With several ranks, optimizer.step() refuses foreign batches on all ranks together.
         foreign_batches=privacy.foreign_batches or ranks.everyone is not None,
         devices=_devices_of(module),
     )
@@ -416,9 +416,9 @@ def sampling_plan(data_loader: DataLoader, privacy: PrivacyConfig) -> SamplingPl
 
 
 def memory_of_states(given: Given, performance: PerformanceConfig) -> tuple[int, int]:
-    """Return the number of trained parameters, and the bytes for the states of banded noise."""
+    """Return (elements of the trained parameters, bytes available for banded noise's states)."""
     if not isinstance(given.module, nn.Module):
-        return 1, 1  # refused later
+        return 1, 1  # make_private refuses this module later
     trained = trained_parameters(given.module, listed(given.optimizer))
     memory = performance.memory_budget or default_memory_budget(trained[0].device)
     return sum(parameter.numel() for parameter in trained), memory
@@ -435,10 +435,10 @@ def calibrated(
     delta: float,
     state_memory: tuple[int, int] | None = None,
 ) -> tuple[SamplingPlan, int, float]:
-    """Return the plan, its steps, and the noise multiplier that spends (epsilon, delta) on them.
+    """Return (plan, steps, noise multiplier), so that these steps spend (epsilon, delta).
 
     All ranks use the first rank's noise multiplier. If `state_memory` (see `memory_of_states`) is
-    given, the plan gets the number of bands with the least error.
+    passed, the plan returned has the number of bands with the least error.
     """
     if steps is None:
         assert epochs is not None
@@ -450,7 +450,7 @@ def calibrated(
         warn(
             f"target_delta={delta!r} is not below 1 / {plan.dataset_size}, the number of privacy "
             f"units of the data: it would permit publishing one {one} as it is; choose "
-            "target_delta well below",
+            "target_delta well below this value",
         )
     if not spending.is_empty:
         warn(
@@ -475,9 +475,9 @@ def _with_bands(
     delta: float,
     state_memory: tuple[int, int],
 ) -> SamplingPlan:
-    """The plan with the least error: unchanged for one band, else cyclic draws with the bands."""
+    """Return the plan with the least error: unchanged for one band, else with cyclic Poisson."""
     parameters, memory = state_memory
-    # The size from sample_rate is rounded; a part of it must not be smaller than a batch.
+    # A size from sample_rate is rounded; without this a part could be smaller than a batch.
     size = math.floor(plan.batch_size / plan.sample_rate * (1 + 1e-9))
     found = compare_bands(
         num_samples=size,
@@ -520,7 +520,7 @@ def _agree(
     """Raise if the ranks passed different arguments, datasets or units.
 
     Raises:
-        PrivateRefusal: the private numbers of entries, or the units, differ.
+        PrivateRefusal: the numbers of entries, or the units, differ; both are private.
     """
     plan = loader.plan
     scheme = {name: value for name, value in plan.scheme.items() if name != ENTRIES_OF_UNITS}
@@ -534,7 +534,7 @@ def _agree(
             "sampling": scheme,
             "parameters": parameters,
             "the code": source_digest() if ranks.everyone is not None else None,
-            "the engine's run": keys.run,  # a detach on one rank alone changes it
+            "the engine's run": keys.run,  # differs after a detach on one rank alone
         },
     )
     # A digest of the units could be guessed, so a refusal must not contain it.
@@ -554,14 +554,14 @@ def _warn_of_sizes(data_loader: DataLoader, plan: SamplingPlan, delta: float | N
     if asked_for is not None and not plan.has_public_size and asked_for > entries:
         warn(
             f"data_loader.batch_size={asked_for} is above the {entries} privacy units of the "
-            "data: each draw takes every unit, without amplification by sampling. Pass a "
-            "smaller batch_size",
+            "data: each logical batch contains every unit, without amplification by sampling. "
+            "Pass a smaller batch_size",
         )
     cut = plan.event(1.0).failure() * plan.steps_per_epoch
     if 100 * cut > (delta or min(_USUAL_DELTA, 1 / entries)):
         warn(
             f"max_batch_size={most}: each epoch adds (1 + exp(epsilon)) * {cut:.2g} to delta, for "
-            "the chance that a draw is cut. So epsilon is infinite at delta < "
+            "the probability that a batch is truncated. So epsilon is infinite at delta < "
             f"{min(1, 2 * cut):.2g}, and too large near it; pass max_batch_size="
             f"{plan.least_free_cut} or more",
         )
@@ -620,12 +620,12 @@ def _check_foreign(unit: str, ranks: Ranks) -> None:
     if has_several_rows(unit):
         raise ValueError(
             "foreign_batches=True with unit_of or Pairs: a unit may be in several rows of a batch "
-            "that is not of the private loader, each clipped by itself; leave it out"
+            "that is not from the private loader, each clipped by itself; leave it out"
         )
     if ranks.everyone is not None:
         raise ValueError(
             "foreign_batches=True with a mesh: one sample could be on several ranks, or one row "
-            "could hold several samples, and nothing bounds their effect; leave it out"
+            "could hold several samples, so one sample's effect has no bound; leave it out"
         )
 
 
@@ -641,13 +641,13 @@ def _check_packed(
         )
     if privacy.sampling == "shuffled":
         raise ValueError(
-            f"sampling='shuffled' (poisson_sampling=False) {packed}: its microbatches "
-            "are packed from each draw; use sampling='poisson' or 'fixed_size'"
+            f"sampling='shuffled' (poisson_sampling=False) {packed}: microbatches are packed from "
+            "a logical batch that the sampler draws; use sampling='poisson' or 'fixed_size'"
         )
     if privacy.loss_reduction is not None:
         raise ValueError(
-            f"loss_reduction={privacy.loss_reduction!r} {packed}, where each document has a loss; "
-            "leave it out, and pass dpflash.losses with sample_index= to engine.backward"
+            f"loss_reduction={privacy.loss_reduction!r} {packed}, which needs a loss for each "
+            "document; leave it out, and pass dpflash.losses with sample_index= to engine.backward"
         )
     if performance.physical_batch_size is not None:
         raise ValueError(
@@ -656,8 +656,9 @@ def _check_packed(
         )
     if ranks.context is not None and privacy.exact is True:
         raise ValueError(
-            f"exact=True {packed} on a mesh with a context dimension: where ranks cut a document, "
-            "and so its rounding, depends on its place in the batch; leave exact='auto'"
+            f"exact=True {packed} on a mesh with a context dimension: a document's position in "
+            "the batch determines where it is divided among ranks, and therefore its rounding; "
+            "leave exact='auto'"
         )
 
 
@@ -675,7 +676,7 @@ def _check_pairs(privacy: PrivacyConfig, ranks: Ranks) -> None:
         )
     if privacy.unit_of is not None and privacy.unit_sampling == "unit":
         raise ValueError(
-            f"unit_of {pairs}: the pairs of one user cannot be clipped as one; pass "
+            f"unit_of {pairs}: the pairs of one user cannot be clipped together; pass "
             "unit_sampling='example', which clips each pair and accounts for a user's pairs"
         )
     if ranks.context is not None:
@@ -690,7 +691,7 @@ def _check_exact_packing(collate: PackTo, module: nn.Module) -> None:
     if collate.align % EXACT_ALIGN:
         raise ValueError(
             f"exact=True with PackTo(align={collate.align}): a document's rounding would depend "
-            f"on its place in the batch; pass align={EXACT_ALIGN}, or leave exact='auto'"
+            f"on its position in the batch; pass align={EXACT_ALIGN}, or leave exact='auto'"
         )
     threads = torch.get_num_threads()
     on_cpu = any(p.device.type == "cpu" for p in module.parameters())
@@ -711,9 +712,9 @@ def _check_joint(privacy: PrivacyConfig, mode: str, ranks: Ranks) -> None:
         )
     if ranks.context is not None and mode == "book_keeping":
         raise ValueError(
-            "grad_sample_mode='book_keeping' with a context dimension: norms need the sum over a "
-            "sample's shards, so per-sample gradients must exist; use 'auto', 'instantiate' or "
-            "'ghost'"
+            "grad_sample_mode='book_keeping' with a context dimension: a sample's norm is that of "
+            "the sum of its gradients over the ranks, so these gradients must be computed; use "
+            "'auto', 'instantiate' or 'ghost'"
         )
     draws_units = privacy.unit_of is not None and privacy.unit_sampling == "unit"
     if ranks.context is not None and draws_units:

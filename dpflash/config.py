@@ -1,7 +1,8 @@
 """PrivacyConfig and PerformanceConfig: the checked arguments of `make_private`.
 
 `make_private` takes them as `privacy=` and `performance=`, or takes their fields as keywords. Only
-this file defines the fields and their defaults. Both, checked together, make `Settings`.
+this file defines the fields and their defaults. `resolved` checks the two configurations together
+and returns them as `Settings`.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from .sampling import SAMPLINGS
 from .sampling.plan import ALLOCATION, INDEPENDENT
 from .step.block import refuse_large
 
-AUTO = "auto"  # noise_mechanism: the number of bands with the least error
+AUTO = "auto"  # noise_mechanism="auto" chooses the number of bands with the least error
 CLIPPINGS = ("flat", "per_layer")
 CLIP_FUNCTIONS = ("hard", "automatic")
 
-# Keys: number of bands of the noise; None for independent noise, 2 for two or more bands.
+# Number of bands of the noise (None: independent noise; 2: two or more) -> allowed samplings.
 _SAMPLINGS_OF_BANDS = {
     None: ("poisson", "fixed_size", "shuffled", ALLOCATION),
     1: INDEPENDENT,
@@ -47,10 +48,10 @@ _SAMPLINGS_OF_BANDS = {
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-# Default of a keyword that is a field of one of the two configurations.
+# Default of each keyword argument that is a field of one of the two configurations.
 UNSET: Any = type("UNSET", (), {"__repr__": lambda self: "UNSET"})()
 
-# Fields that only `make_private_with_epsilon` and trainers use, since these know the steps.
+# Fields that only `make_private_with_epsilon` and trainers use, since both know the steps.
 TARGETS = ("target_epsilon", "target_delta")
 
 # Opacus' and former names of grad_sample_mode -> the present names.
@@ -68,12 +69,12 @@ class PrivacyConfig:
             1e30 if there is noise. With clipping="per_layer" also a list with a bound C_k for
             each clipping group, in the order of `engine.groups()`, or a dict from the groups'
             names to their bounds; then C = sqrt(sum C_k^2), and noise is scaled to C.
-        noise_multiplier: noise standard deviation over max_grad_norm; 0 for no noise (and no
-            epsilon). None if `make_private_with_epsilon` chooses it.
+        noise_multiplier: standard deviation of the noise divided by max_grad_norm; 0 for no noise,
+            and then epsilon is infinite. None if `make_private_with_epsilon` chooses the noise.
         target_epsilon: epsilon at the end of training, in place of noise_multiplier:
             `make_private_with_epsilon` and the trainers of `dpflash.integrations` choose the
-            noise for it.
-        target_delta: delta of target_epsilon, and of the epsilon that trainers report.
+            noise multiplier that spends this epsilon.
+        target_delta: delta for target_epsilon, and for the epsilon that trainers report.
         clipping: "flat" (one norm over all parameters) or "per_layer" (one norm for each module,
             each with an equal part of C^2). None for the optimization level's default: "flat", or
             "per_layer" if `optimize` is "aggressive" and no grad_sample_mode is given.
@@ -81,59 +82,59 @@ class PrivacyConfig:
             the clipping factor c_i of a sample whose gradient has norm n_i.
         sampling: the sampler, for which epsilon is computed:
             "poisson": each sample is drawn independently.
-            "fixed_size": each batch is a new draw of batch_size different samples.
+            "fixed_size": each logical batch has batch_size different samples, chosen anew.
             "shuffled": the loader's own epochs. An epoch costs one Gaussian step, an upper bound
             without amplification.
             "cyclic_poisson": the dataset is divided, in secret, into as many parts as
-            noise_mechanism has bands; each draw is a Poisson sample of the next part. A round of
-            draws costs one Poisson step at (number of bands) times the rate.
-            "random_allocation": each sample is in exactly one draw of each epoch, at random and
-            in secret. An epoch is paid with its first release, and noise_multiplier cannot fall
-            before the epoch ends.
+            noise_mechanism has bands; each logical batch is a Poisson sample of the next part. One
+            round over all parts costs one Poisson step at (number of bands) times the rate.
+            "random_allocation": each sample is in exactly one logical batch of each epoch, chosen
+            at random and in secret. The first release of an epoch is charged the cost of the whole
+            epoch, and noise_multiplier cannot be lowered before the epoch ends.
         noise_mechanism: `dpflash.noise.Banded(bands=...)`, with sampling="cyclic_poisson", for
             noise that later releases partly subtract again; then noise_multiplier and
             max_grad_norm cannot change during training. None, or one band, for independent noise.
             "auto", only for `make_private_with_epsilon` without sampling=, chooses the number of
-            bands with the least error of the iterates (`dpflash.noise.compare_bands`) among those
-            whose states fit into memory_budget, and the sampling that these bands need.
-        max_batch_size: a Poisson draw of more samples is cut to this many. Epsilon accounts for
-            the cut; with a value well above batch_size it costs next to nothing. If
-            physical_batch_size is at least max_batch_size, every draw is one batch of
-            max_batch_size rows.
-        max_dataset_size: a public number that the number of entries does not exceed, whoever is in
-            the dataset. The probability that max_batch_size cuts a draw is computed for this many
+            bands with the least error of the iterates (`dpflash.noise.compare_bands`) among the
+            numbers whose states fit into memory_budget, and the sampling that this number needs.
+        max_batch_size: the largest number of samples in a Poisson-sampled logical batch; larger
+            batches are truncated to it. Epsilon accounts for the truncation, which costs next to
+            nothing if max_batch_size is well above batch_size. If physical_batch_size is at least
+            max_batch_size, every logical batch is one microbatch of max_batch_size rows.
+        max_dataset_size: a public upper bound on the number of entries, whoever is in the dataset.
+            The probability that max_batch_size truncates a batch is computed for this number of
             entries, so it is required for max_batch_size with dataset_size or sample_rate;
             without max_batch_size it has no effect. A dataset with more entries is refused before
-            the first draw. Epsilon does not cover this refusal: pass a number with room to grow.
+            training. Epsilon does not cover this refusal: pass a number with room to grow.
         dataset_size: a public size of the dataset. Sample rate, steps of an epoch and the divisor
             are computed from it alone; the number of entries is private, may differ, and is never
             compared with it. With None the number of entries counts as public, and the relation
-            is "zero_out". Poisson sampling and random allocation only.
-        sample_rate: the sample rate itself, in place of dataset_size, with steps_per_epoch.
-            Not with random allocation, whose rate is one over the steps of an epoch.
-        steps_per_epoch: logical batches of an epoch, with sample_rate.
-        unit_of: the unit of each entry (a list or an array), or a function from an entry to its
-            unit, if a privacy unit, such as a user, has several entries. With unit_sampling=
-            "example" an entry may belong to several units (a tuple, list or set). None if each
-            entry is a unit. With unit_of, dataset_size, batch_size of the loader, max_batch_size
-            and physical_batch_size count units.
-        examples_per_unit: k, the largest number of entries of a unit that one draw uses, chosen at
-            random; with unit_sampling="example" the largest number that training uses at all.
-        unit_sampling: "unit" draws units, and clips the mean gradient of each unit's entries.
-            "example" draws entries (batch_size and the other sizes then count entries), clips each
-            entry, and accounts for up to k entries of a unit in one draw (Charles et al.,
-            arXiv:2407.07737). If entries belong to several units, two datasets are neighbors if
-            the entries of one unit are replaced by nothing, and the assignment of entries to
-            units is public and the same in both (fixed-graph relation of Ganesh et al.,
+            is "zero_out". Supported by Poisson sampling and random allocation alone.
+        sample_rate: the sample rate itself; pass it with steps_per_epoch, in place of
+            dataset_size. Random allocation refuses it, since its rate is 1 / steps per epoch.
+        steps_per_epoch: number of logical batches in an epoch; pass it with sample_rate.
+        unit_of: required if a privacy unit, such as a user, has several entries: a list or array
+            with the unit of each entry, or a function from an entry to its unit. With
+            unit_sampling="example" an entry may belong to several units (a tuple, list or set).
+            None if each entry is a unit. With unit_of, dataset_size, batch_size of the loader,
+            max_batch_size and physical_batch_size count units.
+        examples_per_unit: k, the largest number of entries of a unit that one logical batch uses,
+            chosen at random; with unit_sampling="example" the largest number used in training.
+        unit_sampling: "unit" samples units, and clips the mean gradient of each unit's entries.
+            "example" samples entries (batch_size and the other sizes then count entries), clips
+            each entry's gradient, and accounts for up to k entries of a unit in one batch (Charles
+            et al., arXiv:2407.07737). If entries belong to several units, two datasets are
+            neighbors if the entries of one unit are replaced by nothing, and the assignment of
+            entries to units is public and the same in both (fixed-graph relation of Ganesh et al.,
             arXiv:2503.03622).
         unit_name: name of a unit, such as "patient"; required with a ledger. It is public:
             `engine.privacy_unit` and each line of the ledger contain it ("user: patient"), so that
             all releases of one ledger protect the same units.
         run_name: name of this run in the ledger, such as "notes, bound 0.5". It is public.
         data_name: name of the dataset in the ledger, such as "notes of 2026". It is public.
-        public_length: length of all samples, dimension 1 of the batch's tensors. A batch whose
-            shape differs from the first batch's is then refused. `dpflash.sampling.PadTo` pads to
-            this length and declares it.
+        public_length: the length of all samples, that is, dimension 1 of the batch's tensors. A
+            batch whose shape differs from the first batch's is then refused.
+            `dpflash.sampling.PadTo` pads to this length and declares it.
         loss_reduction: "mean" or "sum" if the training loop calls loss.backward() on a scalar
             that is this reduction over samples; None for engine.backward(losses). "mean" needs
             full float32: it is refused if parameters, autocast (also the autocast of `optimize`)
@@ -147,23 +148,23 @@ class PrivacyConfig:
             other than linear and embedding layers), and never changes the mode. True chooses modes
             that are exact for all parameters; False sums in float32 everywhere. Noise is exact in
             each case. `engine.plan()` and `engine.rounded_sums` show the result.
-        verify_first_batch: test on the first batches, and now and then later, that model and loop
-            keep samples apart, see `PrivacyEngine.verified` (False if these tests are off).
-        example: a public batch of two or more samples (made up, or from another dataset), as the
-            loop gets it. Before the first draw the loader yields it three times: with other
-            contents in half of the samples, in the other half, and unchanged. If a sample with
-            unchanged contents changes its loss or gradient, a ValueError names the sample, the
-            place and the difference. The model does not train on this batch.
-        foreign_batches: accept batches that are not from the private loader too. You guarantee for
-            each of them that every row is of one privacy unit and no unit is in two rows (no
-            views of a sample, no padding rows, such as those of another private loader), and that
-            its rows and their number were chosen without the private data. Each costs a Gaussian
-            step without amplification, and epsilon is for "zero_out" from the first one on. With
-            False a backward on such a batch is refused.
+        verify_first_batch: test on the first batches, and occasionally later, that the model and
+            the loop compute each sample by itself, see `PrivacyEngine.verified`.
+        example: a public batch of two or more samples (made up, or from another dataset), in the
+            form that the loader yields. Before training the loader yields it three times: with
+            other contents in half of the samples, in the other half, and unchanged. If the loss or
+            gradient of an unchanged sample differs, a ValueError names the sample, where it
+            differs, and by how much. The model does not train on this batch.
+        foreign_batches: also accept batches that are not from the private loader. You guarantee
+            that each row of such a batch is computed from one privacy unit, that no unit is in two
+            rows (no views of a sample, no padding rows, such as those of another private loader),
+            and that its rows and their number were chosen without the private data. Each such
+            batch costs a Gaussian step without amplification, and from the first one on epsilon is
+            for "zero_out". With False a backward on such a batch is refused.
         allow_buffers: names of buffers, parameters and other entries of `state_dict()` that the
             forward or the loop may change, because you guarantee that their contents are public,
             such as a bound on a weight's norm or a count of releases. A count of forwards
-            (num_updates, num_batches_tracked) is private. Other entries must not change.
+            (num_updates, num_batches_tracked) is private. All other entries must not change.
 
     Raises:
         ValueError: names the argument, its value and what to do.
@@ -272,7 +273,7 @@ class PrivacyConfig:
             positive_int(max_batch_size=self.max_batch_size)
             if self.sampling != "poisson":
                 why = (
-                    "for which no epsilon of draws that are cut is known"
+                    "for which no epsilon of truncated batches is known"
                     if self.sampling in INDEPENDENT
                     else "whose batches are never larger than batch_size"
                 )
@@ -339,7 +340,7 @@ class PrivacyConfig:
         if (self.unit_of is None) != (self.examples_per_unit is None):
             missing = "unit_of" if self.unit_of is None else "examples_per_unit"
             raise ValueError(
-                f"{missing}=None: unit_of and examples_per_unit need each other; pass both"
+                f"{missing}=None: unit_of and examples_per_unit must be passed together; pass both"
             )
         if self.unit_of is None:
             if self.unit_sampling != "unit":
@@ -366,7 +367,7 @@ class PrivacyConfig:
         if self.unit_sampling == "example" and self.max_batch_size is not None:
             raise ValueError(
                 f"max_batch_size={self.max_batch_size} with unit_sampling='example': no epsilon "
-                "is known for draws that are cut; leave max_batch_size out"
+                "is known for truncated batches; leave max_batch_size out"
             )
         if self.unit_sampling == "unit" and self.loss_reduction is not None:
             raise ValueError(
@@ -432,9 +433,9 @@ class PrivacyConfig:
             positive_int(steps_per_epoch=self.steps_per_epoch)
         if self.max_batch_size is not None and most is None:
             raise ValueError(
-                f"{named[0]} with max_batch_size={self.max_batch_size}: draws are cut the more "
-                "often the more entries there are, and their number is private. Pass "
-                "max_dataset_size=, a public number that it does not exceed"
+                f"{named[0]} with max_batch_size={self.max_batch_size}: the more entries there "
+                "are, the more often batches are truncated, and the number of entries is private. "
+                "Pass max_dataset_size=, a public number that the number of entries cannot exceed"
             )
 
 
@@ -449,35 +450,35 @@ class PerformanceConfig:
             "ghost" runs a second backward; with "auto" a planner chooses for each layer. Opacus'
             "hooks", "functorch" and "ew" mean "instantiate", its "ghost_fsdp" means "ghost".
         physical_batch_size: largest number of rows of a microbatch on one rank. All microbatches
-            have the same public number of rows, `loader.slots`. A draw fills as many microbatches
-            as it needs, and step() releases after the last one. Without this limit, about 10% of
-            all rows stay empty on average.
-        memory_budget: bytes for the stored gradients of physical_batch_size samples (None: of the
-            expected batch); by default a quarter of the device's memory.
+            have the same public number of rows, `loader.slots`. A logical batch fills as many
+            microbatches as it needs, and the step() after the last one releases it. Without this
+            limit, about 10% of all rows stay empty on average.
+        memory_budget: bytes for the stored gradients of physical_batch_size samples (of the
+            expected batch size if that is None); by default a quarter of the device's memory.
         optimize: "none" (textbook DP-SGD: each layer keeps its per-sample gradients),
             "conservative" (a planner chooses the mode; results change by rounding alone),
             "balanced" (also runs the model's forward under bfloat16 autocast) or "aggressive"
-            (also per_layer clipping and torch.compile). `engine.optimization` lists what changes
-            and what was left out; none of the levels changes epsilon.
-        attention_backend: whose attention kernels run the model's forward and backward: "own",
-            "fast" or "auto", see `dpflash.attention_backend`. With "auto" a ``with
-            dpflash.attention_backend(...)`` of the loop has effect. exact=True means "own"; with
-            "fast" the planner does not use "ghost", and grad_sample_mode="ghost" becomes "auto".
+            (also per_layer clipping and torch.compile). `engine.optimization` lists the changes
+            made and the changes left out; none of the levels changes epsilon.
+        attention_backend: the attention kernels for the model's forward and backward: "own",
+            "fast" or "auto", see `dpflash.attention_backend`. Only with "auto" does a ``with
+            dpflash.attention_backend(...)`` in the loop have an effect. exact=True means "own";
+            with "fast" the planner never uses "ghost": grad_sample_mode="ghost" becomes "auto".
         cuda_graph: on a GPU, replay the model's forward and its clipped backward as CUDA graphs,
             so that a small model does not wait for Python. Losses, charge, noise and release run
-            without graphs, and so does what a graph cannot hold: trials, dropout, hooks, several
-            calls before a backward, several ranks, and a model whose forward reads or keeps
-            tensors other than its arguments, parameters, buffers and outputs. Use few batch
+            without graphs, and so do calls that a graph cannot hold: trials, dropout, hooks,
+            several calls before a backward, several ranks, and a model whose forward reads or
+            keeps tensors other than its arguments, parameters, buffers and outputs. Use few batch
             shapes. Each call overwrites the outputs of the call before. Python values that the
             forward reads, such as a global, are read at the capture only, except numbers in the
             model's attributes. `engine.optimization` says whether calls are captured, or why not.
             Not yet run on a GPU.
-        fp8: have all linear layers but the last one multiply in float8 (e4m3), in the forward and
-            for the gradient of the input. Each token's row has its own scale, so that no sample's
-            rounding depends on another. Weight gradients use unquantized inputs and output
-            gradients. GPUs of compute capability 8.9 and above multiply in float8; other GPUs and
-            the CPU emulate it, which is slower. `engine.optimization` names these layers. Not yet
-            run on a GPU.
+        fp8: compute the products of all linear layers except the last one in float8 (e4m3), in the
+            forward and for the gradient of the input. Each token's row has its own scale, so that
+            no sample's rounding depends on another sample. Weight gradients use unquantized inputs
+            and output gradients. GPUs of compute capability 8.9 and above multiply in float8;
+            other GPUs and the CPU emulate float8, which is slower. `engine.optimization` names
+            these layers. Not yet run on a GPU.
 
     Raises:
         ValueError: names the argument, its value and what to do.
@@ -499,7 +500,7 @@ class PerformanceConfig:
         if mode == "no_op":
             raise ValueError(
                 "grad_sample_mode='no_op': gradients without clipping have no guarantee; use "
-                "'auto', or noise_multiplier=0 with max_grad_norm=float('inf') for ordinary ones"
+                "'auto', or for ordinary gradients noise_multiplier=0 and max_grad_norm=math.inf"
             )
         object.__setattr__(self, "grad_sample_mode", _SAME_MODE.get(mode, mode))
         one_of(grad_sample_mode=(self.grad_sample_mode, ("auto", *GRAD_SAMPLE_MODES)))
@@ -538,8 +539,8 @@ class Settings:
     """Both configurations of a private model, checked together.
 
     Attributes:
-        privacy, performance: the configurations that were passed, with clipping and mode set.
-        noise_multiplier, clipping: those of `privacy`.
+        privacy, performance: the configurations passed, with clipping and grad_sample_mode set.
+        noise_multiplier, clipping: the fields of `privacy`, which are not None here.
         asked_clipping: the clipping that was passed; None for the optimization level's default.
     """
 
@@ -551,10 +552,10 @@ class Settings:
 
 
 def resolved(privacy: PrivacyConfig, performance: PerformanceConfig) -> Settings:
-    """Return both configurations with clipping set.
+    """Return both configurations with `clipping` set.
 
     Raises:
-        ValueError: names arguments that do not work together.
+        ValueError: two arguments cannot be combined; the message names them.
     """
     mode, clipping = performance.grad_sample_mode, privacy.clipping
     clipping = clipping_for(performance.optimize, clipping, mode)
@@ -573,7 +574,7 @@ def resolved(privacy: PrivacyConfig, performance: PerformanceConfig) -> Settings
     if privacy.noise_multiplier is None:
         raise ValueError(
             "noise_multiplier is missing: pass it, or call make_private_with_epsilon, which "
-            "chooses it for a target epsilon"
+            "chooses it for target_epsilon"
         )
     if clipping != "flat" and performance.asked_mode == "hooks":  # Opacus' default
         mode, performance = "auto", replace(performance, grad_sample_mode="auto")
@@ -595,8 +596,8 @@ def resolved(privacy: PrivacyConfig, performance: PerformanceConfig) -> Settings
         )
     if privacy.exact is True and mode not in ("auto", "instantiate"):
         raise ValueError(
-            f"exact=True with grad_sample_mode={mode!r}, which stores no per-sample gradients, so "
-            "that the sum is rounded; leave grad_sample_mode='auto', or exact='auto'"
+            f"exact=True with grad_sample_mode={mode!r}, which stores no per-sample gradients and "
+            "therefore rounds the sum; leave grad_sample_mode='auto', or exact='auto'"
         )
     if mode == "ghost" and privacy.loss_reduction is not None:
         raise ValueError(
@@ -628,10 +629,10 @@ def refuse_noise_multiplier(privacy: PrivacyConfig | None, keywords: Mapping[str
 def take_targets(
     privacy: PrivacyConfig, target_epsilon: float | None, target_delta: float | None
 ) -> tuple[PrivacyConfig, float, float]:
-    """Return the configuration without targets, and the targets from keywords or its fields.
+    """Return (the configuration with both targets None, target_epsilon, target_delta).
 
     Raises:
-        ValueError: a target is given twice, or is out of range.
+        ValueError: a target is passed twice, or is out of range.
         TypeError: a target is missing.
     """
     given = {"target_epsilon": target_epsilon, "target_delta": target_delta}
@@ -653,10 +654,7 @@ def take_targets(
 
 
 def takes_fields(*but: str) -> Callable[[_Method], _Method]:
-    """Decorator that adds all fields except `but` to the signature of a keyword-only method.
-
-    A call with positional arguments raises TypeError and names the keywords.
-    """
+    """Decorator: add all fields except `but` to a method's signature, refuse positional values."""
 
     def named(method: _Method) -> _Method:
         @functools.wraps(method)
@@ -699,14 +697,13 @@ def configs_of(
             signature are fields of a configuration.
 
     Raises:
-        ValueError: a configuration and keywords of its fields are both given.
-        TypeError: for an unknown keyword, or no max_grad_norm.
+        ValueError: a configuration and keywords of its fields are both passed.
+        TypeError: a keyword is unknown, or max_grad_norm is missing.
     """
     held_mode = getattr(performance, "grad_sample_mode", None)
     mode = keywords.get("grad_sample_mode") if performance is None else held_mode
     known = known_keywords(method)
     unknown = {n: v for n, v in keywords.items() if n not in known}
-    # The caller's line is above `takes_fields` and the method.
     refuse_keywords_of(method, unknown, mode=mode)
     given = {n: v for n, v in keywords.items() if n in known and v is not UNSET}
     poisson_sampling = given.pop("poisson_sampling", True)

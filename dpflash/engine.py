@@ -1,4 +1,4 @@
-"""PrivacyEngine: the public interface of a private run; it holds the keys and the spending."""
+"""PrivacyEngine: the public interface of a private run; it holds the keys and the ledger."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ _engines: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
 
 _OF_ENGINE = ("accountant", "seed", "ledger", "mesh", "neighboring_relation")
 _NOT_PRIVATE = (
-    "this engine has no private model: none was made, or it was detached or made private by "
-    "another engine since. Call engine.make_private first"
+    "this engine has no private model: make_private was not called, or the model was detached or "
+    "made private by another engine since. Call engine.make_private first"
 )
 
 
@@ -99,20 +99,20 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     Args:
         accountant: name of the accountant, such as "contour", or an accountant object of
-            `dpflash.accounting` or of Opacus. Releases that the object has counted already stay
-            counted. With a ledger, pass a name, or an object of dpflash that has counted no
-            release yet and that no other engine uses.
+            `dpflash.accounting` or of Opacus. Releases that the object has already counted are
+            included in epsilon. With a ledger, pass a name, or an object of dpflash that has
+            counted no release yet and that no other engine uses.
         seed: number from which all private randomness is derived, for reproducible research.
             Whoever knows the seed can subtract the noise, so do not release the results. By
             default the operating system supplies the keys.
-        ledger: path of a file to which one line is written before each release. The lines that
-            the file has already are counted: several runs on the same data compose in one ledger.
+        ledger: path of a file to which one line is written before each release. Lines already in
+            the file are counted too, so that several runs on the same data compose in one ledger.
         mesh: a `DeviceMesh` of all ranks that train one model together. Its dimensions are "data"
             (ranks have different samples), "context" (ranks have different tokens of the same
             samples, see `dpflash.distributed.context_parallel`), or both; or torchtitan's
             "dp_replicate" and "dp_shard" (both like "data") and "cp" (like "context"). Every rank
-            makes the same calls on the same dataset (some entries are compared). None for a
-            single process.
+            must make the same calls on the same dataset (make_private compares some entries).
+            None for a single process.
         neighboring_relation: the relation that epsilon is computed for: "add_remove", "zero_out"
             or "replace_one". None for the sampler's default: "add_remove" for Poisson sampling
             with a public dataset_size; "zero_out" for Poisson sampling without dataset_size, for
@@ -121,9 +121,10 @@ class PrivacyEngine(Uncopied, OnlySettable):
     Guarantees:
         The sequence of parameter values after each optimizer.step() is (epsilon, delta)-DP for
         epsilon = get_epsilon(delta), for the neighboring relation that `neighboring_relation`
-        names. Not covered: losses, per-sample norms, drawn batch sizes, gradients before the
-        step, and a choice among several runs. With a mesh the guarantee is the same as with one
-        process: whole samples are clipped, and noise is added once to the sum over all ranks.
+        names. Epsilon does not cover losses, per-sample norms, the sizes of logical batches,
+        gradients before the step, or a choice among several runs. With a mesh the guarantee is the
+        same as with one process: whole samples are clipped, and noise is added once to the sum
+        over all ranks.
     """
 
     no_copy = "it would draw the same noise; build another PrivacyEngine"
@@ -167,7 +168,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     @property
     def seed(self) -> int | None:
-        """The number from which all private randomness is derived; None with secret keys."""
+        """The seed of all private randomness; None if the operating system supplied the keys."""
         return self._keys.seed
 
     @property
@@ -178,13 +179,13 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     @property
     def ledger_head(self) -> str | None:
-        """SHA-256 of the ledger so far; kept elsewhere it detects changes. None without ledger."""
+        """SHA-256 of the ledger; saved elsewhere, it detects changes. None without a ledger."""
         ledger = self._spending.ledger
         return None if ledger is None else ledger.head
 
     @property
     def ledger_run(self) -> str:
-        """The random name that this engine's run has in the lines of a ledger."""
+        """The random name by which a ledger's lines identify this engine's run."""
         return self._keys.run
 
     get_compatible_module = staticmethod(get_compatible_module)
@@ -217,10 +218,11 @@ class PrivacyEngine(Uncopied, OnlySettable):
                 `dpflash.PerformanceConfig`; its fields can be passed as keywords instead.
             poisson_sampling: Opacus' keyword; False means sampling="shuffled".
 
-        Before some microbatches the loader yields a trial, which tests that model and loop keep
-        samples apart, see `verified`. Every batch has the same public number of rows; padding
-        rows (`~loader.is_real`) have weight 0. Losses must be in the loader's order of rows.
-        docs/guarantees.md lists what epsilon does not cover.
+        Before some microbatches the loader yields an additional batch for an isolation test (a
+        trial), which tests that model and loop compute each sample by itself, see `verified`.
+        Every batch has the same public number of rows; padding rows (`~loader.is_real`) have
+        weight 0. Losses must be in the loader's order of rows. docs/guarantees.md lists the
+        outputs that epsilon does not cover.
 
         Returns:
             (module, optimizer, data_loader): the same model object, the wrapped optimizer (for
@@ -229,7 +231,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
         Raises:
             ValueError: names the argument, its value and what to do; nothing has been changed.
-            TypeError: for an unknown keyword.
+            TypeError: a keyword is unknown.
         """
         asked = configs_of(self.make_private, privacy, performance, keywords)
         return self._make_private(Given(module, optimizer, data_loader), *asked)
@@ -269,9 +271,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
         if dist.get_world_size() > 1:
             self._is_warned = True
             warn(
-                f"PrivacyEngine without mesh in one of {dist.get_world_size()} ranks: each "
-                "trains alone, and its epsilon does not cover the releases of the others. Pass "
-                "mesh=init_device_mesh(..., mesh_dim_names=('data',))",
+                f"PrivacyEngine without mesh in one of {dist.get_world_size()} ranks: each rank "
+                "trains its own model, and its epsilon does not cover the other ranks' releases. "
+                "Pass mesh=init_device_mesh(..., mesh_dim_names=('data',))",
             )
 
     def _refuse_second_model(self) -> None:
@@ -305,7 +307,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
             steps: number of logical batches, >= 1, in place of epochs; for a shuffled loader,
                 every epoch that these steps begin is counted.
             budget: a limit on the epsilon of past and future releases together, whereas
-                target_epsilon is the epsilon of the coming epochs alone.
+                target_epsilon is the epsilon of the coming epochs or steps alone.
 
         The other arguments, the return value and the errors are the same as `make_private`'s.
         """
@@ -315,7 +317,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         asked, target_epsilon, target_delta = take_targets(asked, target_epsilon, target_delta)
         if (epochs is None) == (steps is None):
             raise TypeError(
-                f"epochs={epochs!r}, steps={steps!r}: make_private_with_epsilon needs one of them"
+                f"epochs={epochs!r}, steps={steps!r}: make_private_with_epsilon needs one of these"
             )
         plan = sampling_plan(data_loader, asked)
         given = Given(module, optimizer, data_loader)
@@ -339,8 +341,8 @@ class PrivacyEngine(Uncopied, OnlySettable):
         `backward(loss_fn, batch)` runs the loader's batch row by row: `loss_fn(model, sample)`
         gets one row, `[1, ...]` of each tensor, and returns its loss, a tensor of one number.
         The modules' state is reset before each row, so model and loss cannot mix samples. Trials
-        still compare losses and gradients, since the loop may mix the batch. A batch of B rows
-        takes the time of B batches of one row; with physical_batch_size=1 nothing is lost.
+        still compare losses and gradients, since the loop may have mixed the samples before. A
+        batch of B rows takes as long as B batches of one row, so physical_batch_size=1 is best.
 
         `backward(criterion, (outputs, targets))` takes a criterion object of torch, such as
         CrossEntropyLoss(weight=...), and computes the loss of each sample with the criterion, see
@@ -349,10 +351,10 @@ class PrivacyEngine(Uncopied, OnlySettable):
         Args:
             losses: [B], one loss for each row of the batch in the loader's order, computed from
                 that row alone; losses of padding rows have weight 0. If units have several rows
-                (unit_of, `dpflash.packing.Pairs`), a unit's loss is the mean over its rows; pairs
-                may have one loss for each pair. Packed documents: [max_documents], one loss for
-                each document. A scalar only if make_private got loss_reduction. Or a function or
-                a criterion, see above.
+                (unit_of, `dpflash.packing.Pairs`), a unit's loss is the mean over its rows; for
+                pairs you may also pass one loss for each pair. For packed documents
+                [max_documents], one loss for each document. A scalar is accepted only if
+                make_private got loss_reduction. Or a function or a criterion, see above.
             batch: the loader's batch for a function; (outputs, targets) for a criterion.
 
         Returns:
@@ -360,21 +362,20 @@ class PrivacyEngine(Uncopied, OnlySettable):
             private like all losses.
 
         Raises:
-            PrivateRefusal: losses have another shape or another number than the batch's samples,
-                or reached no private layer; or a trial has shown that samples depend on each
-                other.
-            RuntimeError: for a second call on the same batch.
+            PrivateRefusal: losses is not one loss for each sample of the batch, or reached no
+                private layer; or a trial has shown that samples depend on each other.
+            RuntimeError: this batch already had its backward.
             ValueError: a function was passed with loss_reduction, with a batch that is not the
                 loader's, or with a batch whose samples are not rows.
 
         Guarantees:
             Each sample changes the sum by at most max_grad_norm in L2, over all parameters
             together, whatever its loss; a sample with a NaN or Inf gradient does not change the
-            sum. In batches without public slots this holds up to rounding, see `make_private`.
+            sum. In a batch without a public number of rows this bound holds up to rounding.
         """
         if others:
             raise TypeError(
-                "engine.backward takes a criterion with a pair: pass engine.backward(criterion, "
+                "engine.backward takes at most two arguments: pass engine.backward(criterion, "
                 "(outputs, targets)), or engine.backward(loss_fn, batch)"
             )
         return self._running().run_backward(losses, batch)
@@ -389,10 +390,10 @@ class PrivacyEngine(Uncopied, OnlySettable):
                 F.cross_entropy(model(x_public), y_public).backward()  # any scalar loss
             optimizer.step()
 
-        Inside the block the model behaves as if it were not private: its layers have no clipping
-        gates, batches have any size, and losses are ordinary scalars, whose backward also runs in
-        the block. `.grad` of the trained parameters holds the gradients of the block alone (you
-        may clip them by `clip_grad_norm_`, or unscale them) and is restored afterwards. Public
+        Inside the with block the model behaves as if it were not private: its layers do not clip,
+        batches have any size, and losses are ordinary scalars, whose backward also runs in the
+        block. `.grad` of the trained parameters holds the gradients of the block alone (you may
+        clip them by `clip_grad_norm_`, or unscale them) and is restored afterwards. Public
         gradients add up over blocks until the next step; `optimizer.zero_grad()` drops them.
         Checkpoints do not contain them.
 
@@ -404,16 +405,17 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
         Raises:
             RuntimeError: the engine, step, zero_grad or the private loader is used in the block;
-                a backward in the block reaches a private forward; the model got rows of the
+                a backward in the block reaches a forward outside of it; the model got rows of the
                 private loader's batch (if they can be recognized); or a buffer or a frozen
                 parameter changed, see make_private(allow_buffers=). The gradients are dropped.
-            ValueError: fully_shard with a context, or over some ranks only.
+            ValueError: fully_shard is used with a context dimension, or on some ranks alone.
 
         Guarantees:
             Sums, noise and charge of private batches are bit-equal with and without public
-            batches. Epsilon covers the private data alone. It holds if the public data, its
-            order, weights and losses were chosen without the private data: they must not depend
-            on anything computed from it but the released parameters. Public data is not protected.
+            batches. Epsilon covers the private data alone. It holds if the public data, its order,
+            weights and losses were chosen without the private data: of all that is computed from
+            private data, they may depend on the released parameters alone. Public data is not
+            protected.
         """
         run = self._running()
         run.step.public.refuse_ranks(self._ranks)
@@ -427,7 +429,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
     def get_epsilon(self, delta: float, interval: Literal[True]) -> Interval: ...
 
     def get_epsilon(self, delta: float, interval: bool = False) -> float | Interval:
-        """Return epsilon spent so far at delta; inf once a step was released without noise.
+        """Return epsilon spent so far at delta; inf if any step was released without noise.
 
         Args:
             delta: in (0, 1).
@@ -446,9 +448,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
         return found if interval else found.upper
 
     def remaining_steps(self) -> int | None:
-        """Return how many more steps like the next step the budget allows; None without a budget.
+        """Return how many more steps at the present noise fit the budget; None without a budget.
 
-        For a shuffled loader this is the rest of the epoch that is paid for, plus whole epochs.
+        With a shuffled loader, this is the rest of an epoch charged as a whole, plus whole epochs.
         """
         return None if self._run is None else self._run.remaining_steps()
 
@@ -470,7 +472,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     @property
     def privacy_unit(self) -> str:
-        """The privacy unit: neighboring datasets differ in one unit.
+        """The privacy unit in which neighboring datasets differ.
 
         "sample", "document", "preference pair", "user" or "user, fixed graph" (see
         `dpflash.PrivacyConfig`), followed by unit_name if there is one, as in "user: patient".
@@ -487,10 +489,10 @@ class PrivacyEngine(Uncopied, OnlySettable):
     ) -> Path:
         """Write a model card, README.md, into the folder of a saved model.
 
-        The card's first section states epsilon, the privacy unit that it protects, and what it
-        does not cover. The same facts are written to report.json, which `dpflash audit --run`
-        reads. The card describes the model that is private now, or else the model that was
-        detached last. With a mesh one rank calls this.
+        The card's first section states epsilon, the privacy unit that it protects, and the outputs
+        that it does not cover. The same facts are written to report.json, which `dpflash audit
+        --run` reads. The card describes this engine's private model, or the model that was
+        detached last if there is none. With a mesh, call this on one rank.
 
         Args:
             folder: an existing folder that `save_pretrained` or `torch.save` wrote the model to.
@@ -523,7 +525,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
             raise ValueError("save_model_card: this engine has made no model private")
         if refusal is not None:
             raise PrivateRefusal(f"no model card is written: {refusal}") from None
-        self.get_epsilon(delta)  # warns where another engine has added to the ledger
+        self.get_epsilon(delta)  # warns if another engine has added to the ledger
         name, is_seeded = base and Path(base).name, self.seed is not None
         report = with_epsilon(found, self._spending, delta, seeded=is_seeded, base=name)
         return write_card_and_report(folder, report, description)
@@ -541,53 +543,53 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     @property
     def optimization(self) -> Optimization:
-        """The changes that the optimization level makes; as text, one sentence for each change."""
+        """The changes made by the optimization level; str() returns one sentence for each."""
         return self._described("optimization").wrapper.optimization
 
     @property
     def verified(self) -> bool | str:
-        """Whether trials have shown that model and loop keep samples apart.
+        """Whether isolation tests (trials) have shown that samples do not depend on each other.
 
-        PRIVATE, like `trials`: it depends on how many samples were drawn.
+        PRIVATE, like `trials`: the value depends on the numbers of samples in logical batches.
 
         - True: 16 samples were compared, and every layer that ran had nonzero gradients.
         - "pending": fewer samples were compared so far.
-        - False: make_private(verify_first_batch=False) turned trials off.
+        - False: make_private(verify_first_batch=False) turned the tests off.
         - "by construction": the loop passes `backward` a function of one sample.
-        - "model": the model was tested, the loop was not, since a batch holds no tensor or list
-          with an entry for each sample, or is foreign, or comes from BatchMemoryManager.
-        - "gradients": as "model", and only the backward was tested. In no call of the model could
-          samples be replaced: its layers are called one by one, it went through your own
-          torch.compile, or an argument that differs between calls is neither a tensor with the
-          samples first nor a list with an element for each sample.
-        - "forward": as "model", and only the forward was tested, since it returns a scalar loss.
+        - "model": the model was tested, but the loop was not, since a batch holds no tensor or
+          list with an entry for each sample, is foreign, or comes from BatchMemoryManager.
+        - "gradients": like "model", but only the backward was tested, since samples could not be
+          replaced in any call of the model: its layers are called one by one, it went through your
+          own torch.compile, or an argument that differs between calls is neither a tensor with
+          the samples first nor a list with an element for each sample.
+        - "forward": like "model", but only the forward was tested, since it returns a scalar loss.
         """
         return self._described("verified").verified
 
     @property
     def trials(self) -> str:
-        """Sentences on what trials compared so far, their tolerance, and what was not tested."""
+        """A text on the trials so far: what was compared, to which tolerance, what was not."""
         return self._described("trials").trials
 
     @property
     def public(self) -> PublicFacts:
-        """Public facts about batches: slots, lengths, dataset size. As text one fact per line."""
+        """Public facts: rows per batch, lengths, dataset size. str() has one fact per line."""
         return self._described("public").public
 
     @property
     def rounded_sums(self) -> tuple[str, ...]:
         """Names of the parameters whose sums were rounded in float32 in some batch so far.
 
-        The sums of the other parameters were exact: one sample moves each of these sums by at
-        most its bound in real arithmetic, whatever the order of the samples.
+        The sums of all other parameters were exact: in real arithmetic, one sample changes each of
+        them by at most its bound, whatever the order of the samples.
         """
         return tuple(sorted(self._described("rounded_sums").step.sums.rounded))
 
     def detach(self, model: nn.Module) -> nn.Module:
-        """Return the model without its private layers; the engine keeps its spending.
+        """Make the model's layers ordinary again and return it; the engine keeps its epsilon.
 
         Any engine can detach a model whose own engine no longer exists. With a mesh, one rank may
-        call detach alone at the end of training; before the next make_private all ranks call it.
+        call detach alone at the end of training; before the next make_private all ranks must.
         """
         if self._run is None or model is not self._run.model:
             attachments = attachments_of(model)
@@ -599,7 +601,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         own = self._running().backward.attachment
         assert isinstance(own, Attachment)
         self._detached = self._run.report(), own.give_back()
-        # The next model counts its steps from 0; under the old keys it would repeat the noise.
+        # The next model's steps are counted from 0, so the old keys would repeat the noise.
         self._keys.begin_model()
         self._spending.set_budget(None)
         self._run = None

@@ -6,7 +6,7 @@ others, and the clipped sum moves by several times the clipping bound. Here ever
 on the sample alone, and the engine sums over the samples.
 
 A sample with a target out of range has the loss NaN and a gradient of exact zeros. The functions
-do not raise for it, since such an error would depend on one private entry.
+raise no error for such a target, since the error would depend on one private entry.
 
 Letters: B samples, V classes.
 """
@@ -37,18 +37,18 @@ def cross_entropy(
             converted to float32.
         targets: `[B, ...]`, int64 class indices, already shifted for next-token prediction. A
             sample with a target outside of `0..V-1` has the loss NaN and a zero gradient.
-        ignore_index: targets of this value do not count. A sample with no other target has the
-            loss 0 and a zero gradient.
-        sample_index: for a packed batch: int64, shape of `targets`, the index of the sample to
-            which each position belongs; positions with an index outside of 0..B-1, such as -1,
-            belong to no sample. None means that row i is sample i.
-        num_samples: for a packed batch: B, its `max_documents`.
+        ignore_index: positions with this target are left out of the mean. A sample with no other
+            target has the loss 0 and a zero gradient.
+        sample_index: int64, shape of `targets`; required for a packed batch. The index of the
+            sample to which each position belongs; positions with an index outside of 0..B-1, such
+            as -1, belong to no sample. None means that row i is sample i.
+        num_samples: B, the packed batch's `max_documents`; required with sample_index.
 
     Returns:
         `[B]`, float32 (float64 for float64 logits), in nats.
 
     Raises:
-        ValueError: for shapes that do not fit, or targets that are not int64.
+        ValueError: the shapes do not match, or targets is not int64.
 
     Guarantees:
         Entry i depends on the logits and targets of sample i alone.
@@ -57,8 +57,8 @@ def cross_entropy(
     if targets.dtype != torch.int64:
         raise ValueError(
             f"targets have dtype {targets.dtype}: expected torch.int64 class indices. Pass "
-            "targets.long() of integers, targets.argmax(-1) of one-hot rows; with probabilities, "
-            "torch.nn.functional.cross_entropy(logits, targets, reduction='none') is [B] too"
+            "targets.long() of integers, targets.argmax(-1) of one-hot rows; for probabilities "
+            "torch.nn.functional.cross_entropy(logits, targets, reduction='none') returns [B] too"
         )
     if logits.ndim < 2 or logits.shape[:-1] != targets.shape:
         raise ValueError(
@@ -91,7 +91,7 @@ def cross_entropy(
 def kinds_of_targets(
     targets: Tensor, num_classes: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
-    """Return two bool masks of the shape of `targets`: valid targets, and those out of range."""
+    """Return two bool masks, shape of `targets`: True for valid, and for out-of-range targets."""
     inside = (targets >= 0) & (targets < num_classes)
     counted = targets != ignore_index
     return counted & inside, counted & ~inside
@@ -108,25 +108,26 @@ def causal_lm(
     """Next-token cross-entropy of each sample: the mean over that sample's own valid labels.
 
     The logits at position t predict the label at position t + 1, as in the causal models of
-    Hugging Face. So pass labels that are not shifted, such as the input ids. The loss that those
-    models return is the mean over all valid tokens of the batch, which couples the samples.
+    Hugging Face, so pass labels that are not shifted, such as the input ids. Use this function in
+    place of those models' own loss, a mean over all valid tokens of the batch, which couples the
+    samples.
 
     Args:
         logits: `[B, T, V]`, floating point; narrower dtypes are converted to float32.
         labels: `[B, T]`, int64; the first label of each sample is not used, since no logits
             predict it. A sample with another label outside of `0..V-1` has the loss NaN and a
             zero gradient.
-        ignore_index: labels of this value, such as padding, do not count. A sample with no other
-            label after its first has the loss 0 and a zero gradient.
-        sample_index, num_samples: for a packed batch, see `cross_entropy`. A label that follows a
-            label of another sample does not count.
+        ignore_index: labels of this value, such as padding, are left out of the mean. A sample
+            whose labels after the first all have this value has the loss 0 and a zero gradient.
+        sample_index, num_samples: for a packed batch, see `cross_entropy`. A label is left out of
+            the mean if the label before it belongs to another sample.
 
     Returns:
         `[B]`, float32 (float64 for float64 logits), in nats.
 
     Raises:
-        ValueError: for shapes that do not fit, or labels that are not int64. Under context
-            parallelism shift the labels before they are split, and use `cross_entropy`.
+        ValueError: the shapes do not match, or labels is not int64. Under context parallelism
+            shift the labels before they are split, and use `cross_entropy`.
 
     Guarantees:
         Entry i depends on the logits and labels of sample i alone.
@@ -135,7 +136,7 @@ def causal_lm(
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} do not fit labels of shape "
             f"{tuple(labels.shape)}: expected logits [B, T, V] and labels [B, T], both not "
-            "shifted; dpflash.losses.cross_entropy takes other shapes, and shifted labels"
+            "shifted; use dpflash.losses.cross_entropy for other shapes or shifted labels"
         )
     targets, index = labels[:, 1:], None
     if sample_index is not None and sample_index.shape == labels.shape:
@@ -203,29 +204,29 @@ _OF_ELEMENTS = (
     *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss),
     *(nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss, nn.BCELoss),
 )
-# The criterion objects that `of_criterion` takes.
+# The criterion classes that `of_criterion` supports.
 CRITERIA = (*_OF_CLASSES, *_OF_ELEMENTS)
 NAMES_OF_CRITERIA = ", ".join(kind.__name__ for kind in CRITERIA)
 
 
 def of_criterion(criterion: nn.Module, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of each sample under a criterion object of torch, ignoring its `reduction`.
+    """Return each sample's loss under a criterion object of torch, ignoring its `reduction`.
 
     Args:
         criterion: CrossEntropyLoss, NLLLoss, MSELoss, L1Loss, SmoothL1Loss, HuberLoss,
             BCEWithLogitsLoss, BCELoss, KLDivLoss, PoissonNLLLoss or SoftMarginLoss. Class weights
             multiply the losses, but the losses are not divided by the batch's sum of weights.
-            Weights must be public: counts of private labels are not.
-        outputs: `[B, ...]`, in the shape that the criterion takes (classes in dimension 1);
-            narrower dtypes are converted to float32.
-        targets: as the criterion takes them. A sample with a class out of range, or for BCELoss
-            with an output or target outside of [0, 1], has the loss NaN and a zero gradient.
+            Class weights must be public, so do not compute them from counts of private labels.
+        outputs: `[B, ...]`, in the shape that the criterion requires (classes in dimension 1);
+            dtypes narrower than float32 are converted to float32.
+        targets: in the criterion's shape and dtype. A sample with a class out of range (BCELoss:
+            with an output or target outside of [0, 1]) has the loss NaN and a zero gradient.
 
     Returns:
         `[B]`: the mean over each sample's elements or, with class indices, its valid targets.
 
     Raises:
-        ValueError: the criterion is not listed above, or the shapes would broadcast.
+        ValueError: the criterion is not listed above, or the shapes differ and would broadcast.
 
     Guarantees:
         Entry i depends on `outputs[i]` and `targets[i]` alone.
@@ -256,7 +257,7 @@ def require_known(criterion: nn.Module) -> type[nn.Module]:
     kind = type(criterion)
     if kind not in CRITERIA:
         raise ValueError(
-            f"criterion={kind.__name__}: dpflash knows the per-sample losses of "
+            f"criterion={kind.__name__}: dpflash computes the per-sample losses of "
             f"{NAMES_OF_CRITERIA} only. Build this criterion with reduction='none', and pass the "
             "losses [B] that it returns to engine.backward"
         )
@@ -266,10 +267,10 @@ def require_known(criterion: nn.Module) -> type[nn.Module]:
 def _checked_index(
     sample_index: Tensor, num_samples: int | None, targets: Tensor
 ) -> tuple[Tensor, int]:
-    """Return (flat sample indices, B if a position belongs to no sample; the number B)."""
+    """Return (each position's sample index, flattened, with B for no sample; the number B)."""
     if num_samples is None:
         raise ValueError(
-            "num_samples=None with sample_index: pass num_samples=batch.max_documents beside it"
+            "num_samples=None with sample_index: pass num_samples=batch.max_documents too"
         )
     positive_int(num_samples=num_samples)
     if sample_index.shape != targets.shape or sample_index.dtype != torch.int64:
@@ -286,18 +287,18 @@ def _at_least_float32(values: Tensor) -> Tensor:
 
 
 def _rows(shape: torch.Size) -> tuple[int, int]:
-    """Return (B, n), one row per sample; an explicit n, since -1 fails for an empty batch."""
+    """Return (B, n) for reshaping to one row per sample, since -1 fails for an empty batch."""
     return shape[0], math.prod(shape[1:])
 
 
 def _mean_of_each_sample(element_losses: Tensor) -> Tensor:
-    """`[B, ...]` -> `[B]`; a sample without elements has the loss 0."""
+    """Average `[B, ...]` to `[B]`; a sample without elements has the loss 0."""
     rows = _rows(element_losses.shape)
     return element_losses.reshape(rows).sum(1) / max(rows[1], 1)
 
 
 def _mean_of_valid(position_losses: Tensor, valid: Tensor, outside: Tensor) -> Tensor:
-    """`[B, ...]` -> `[B]` over the valid positions; NaN if a target is out of range."""
+    """Average `[B, ...]` to `[B]` over valid positions; NaN if a target is out of range."""
     rows = _rows(valid.shape)
     losses = position_losses.reshape(rows).sum(1) / valid.reshape(rows).sum(1).clamp(min=1)
     return _nan_where(outside, losses)

@@ -1,4 +1,4 @@
-"""Arguments of Opacus and other libraries: which are accepted, and which are refused."""
+"""Accepts, ignores or refuses keyword arguments of Opacus and other libraries."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _WITHOUT_MEANING: dict[str, tuple[object, str]] = {
         ),
         (None, "a checkpoint has a format of its own"),
     ),
-    "rand_on_empty": (False, "an empty draw is a batch of padding rows, which have weight 0"),
+    "rand_on_empty": (False, "an empty batch has only padding rows, which have weight 0"),
 }
 _CRITERION = "the loop computes the losses, also for grad_sample_mode='ghost'"
 
-# Arguments of other libraries that have no counterpart here.
+# Arguments that this library does not have -> what to use instead.
 _REFUSED = {
     "secure_mode": "noise always comes from ChaCha20, keyed by the operating system; leave it out",
     "criterion": (
@@ -36,15 +36,15 @@ _REFUSED = {
         "per sample (dpflash.losses) and call engine.backward(losses)"
     ),
     "batch_first": (
-        "the batch is always the first dimension of the model's inputs; transpose inside of it"
+        "the batch is always the first dimension of the model's inputs; transpose inside the model"
     ),
     "noise_generator": "noise comes from a keyed stream; PrivacyEngine(seed=...) reproduces it",
     "wrap_model": "the model is never wrapped; it comes back as the same object, without hooks",
-    "rand_on_empty": "an empty draw is a batch of padding rows, which have weight 0",
+    "rand_on_empty": "an empty batch has only padding rows, which have weight 0",
     "module_state_dict_kwargs": "a checkpoint has a format of its own; save model.state_dict(...)",
     "torch_save_kwargs": "a checkpoint has a format of its own",
-    "module_load_dict_kwargs": "the model must have the checkpoint's tensors, all of them",
-    "torch_load_kwargs": "a checkpoint is read as plain values and tensors alone",
+    "module_load_dict_kwargs": "the model must have all tensors of the checkpoint",
+    "torch_load_kwargs": "a checkpoint is always read as plain values and tensors",
     "clip": "the bound of a sample's gradient is max_grad_norm=",
     "target_epsilon": "make_private_with_epsilon takes it, with target_delta= and epochs=",
     "target_delta": "make_private_with_epsilon takes it, with target_epsilon= and epochs=",
@@ -59,12 +59,12 @@ _REFUSED = {
 
 
 def without_defaults(unknown: Mapping[str, Any], *, mode: object) -> dict[str, Any]:
-    """Drop Opacus' arguments at values that have no effect here, with one warning.
+    """Drop Opacus' arguments whose values have no effect here, with one warning, return the rest.
 
     Args:
         unknown: keywords that the method does not have.
-        mode: grad_sample_mode of the call. With "ghost", Opacus would return four objects for a
-            criterion, so that a criterion is not dropped.
+        mode: grad_sample_mode of the call. With "ghost" the argument `criterion` is kept (and
+            later refused), since Opacus' make_private would then return four objects.
     """
     dropped = {
         name: why
@@ -87,9 +87,7 @@ def refuse_keywords_of(
     *,
     mode: object = None,
 ) -> None:
-    """Raise for the first keyword that a method does not have.
-
-    Opacus' arguments at their defaults only cause a warning.
+    """Raise for the first keyword that a method does not have; warn for Opacus' defaults.
 
     Args:
         method: the method called.
@@ -125,10 +123,9 @@ class Scheduler(Protocol):
 
 
 def require_own(**given: tuple[object, object]) -> None:
-    """Refuse objects that are not the engine's own: ``require_own(module=(given, own))``.
+    """Check that an argument is None or the engine's own object.
 
-    Raises:
-        ValueError: names the argument. None is accepted.
+    ``require_own(module=(given, own))`` raises a ValueError that names the argument.
     """
     for name, (value, own) in given.items():
         if value is not None and value is not own:
@@ -141,7 +138,7 @@ def require_own(**given: tuple[object, object]) -> None:
 def with_schedulers(
     extra: Mapping[str, Any] | None, schedulers: Mapping[str, Scheduler | None]
 ) -> dict[str, Any]:
-    """Return `extra` together with the schedulers' states, for save_checkpoint.
+    """Return a dict of `extra` and the schedulers' states, for save_checkpoint.
 
     Raises:
         ValueError: `extra` is not a dict, or uses the name of a scheduler's state.

@@ -1,4 +1,4 @@
-"""PrivateOptimizer: makes the release of a logical batch, then steps the wrapped optimizer."""
+"""PrivateOptimizer: releases the logical batch's noisy gradient and steps on it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .sampling.prepared import Prepared, refuse_lightning, wrapper_of
 from .step import CAPTURED, PrivateStep, Turns
 from .verification.settable import OnlySettable
 
-_NAMED = 3  # parameters that an error names, before it counts them
+_NAMED = 3  # largest number of parameters that an error names; further ones are counted
 _OF_OPTIMIZERS = ("param_groups", "defaults", "state", "_optimizer_step_pre_hooks")
-_MADE_BY = "pass it to make_private, after engine.detach(model) where a model is private already"
+_MADE_BY = "pass it to make_private, after engine.detach(model) if a model is private already"
 
 
 def _of_original(name: str) -> Any:
@@ -40,20 +40,20 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
     Args:
         optimizer: the wrapped optimizer.
         step: holds the logical batch that `step()` releases.
-        turns: decides what each of several optimizers steps on.
+        turns: decides which gradient each of several optimizers steps on.
         loss_reduction: "mean" or "sum" if the loop computes a scalar loss, else None. Opacus'
-            tools read it.
+            tools read this attribute.
 
     Attributes:
         original_optimizer: the wrapped optimizer, whose state and parameter groups are used.
         noise_multiplier: the noise's standard deviation divided by max_grad_norm, >= 0. If it is
             0, epsilon is inf from the next release on.
-        max_grad_norm: L2 bound of one sample's contribution, > 0 and finite. Bounds of clipping
-            groups keep their fractions of it.
-        expected_batch_size: the public divisor of a release, > 0 and finite; never the drawn size.
-            Setting it rescales the released gradient; sampling and epsilon do not change. It
-            cannot be set with loss_reduction="sum", which divides by nothing.
-        releases: number of noisy steps, including one that has begun. Each has its own noise.
+        max_grad_norm: L2 bound of one sample's contribution, > 0 and finite. If it is set, the
+            bound of each clipping group changes by the same factor.
+        expected_batch_size: the public divisor of the noisy sum, > 0 and finite; never the actual
+            batch size. Setting it rescales the released gradient; sampling and epsilon do not
+            change. It cannot be set with loss_reduction="sum", which does not divide.
+        releases: number of noisy steps, including a step that has begun. Each has its own noise.
 
     noise_multiplier, max_grad_norm and expected_batch_size may be set between steps, before the
     backward of the next logical batch; each release is accounted for with the values that it used.
@@ -64,14 +64,14 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         The wrapped optimizer receives the gradient (clipped sum + N(0, (noise_multiplier *
         max_grad_norm)^2)) / expected_batch_size on every coordinate of every trainable parameter,
         also of parameters without a gradient, plus the gradient of public data computed inside
-        `engine.public_data()`. A step after a microbatch that is not the last one releases nothing
-        and costs no epsilon. The same is true of a step on public gradients alone. `dpflash.step`
-        adds the noise and charges the accountant.
+        `engine.public_data()`. A step after a microbatch that is not the last one of its logical
+        batch, and a step on public gradients alone, release nothing and cost no epsilon.
+        `dpflash.step` adds the noise and charges the accountant.
     """
 
     no_copy = (
-        "it would release with the same noise, unpaid; keep state_dict() instead, or "
-        "engine.save_checkpoint(path) to go on from later"
+        "its releases would have the same noise, without charge; copy state_dict() instead, or "
+        "call engine.save_checkpoint(path) to continue later"
     )
     replaceable_methods = ("step",)
     instead_of_setting = {
@@ -93,7 +93,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         *,
         loss_reduction: str | None,
     ):
-        # The wrapped optimizer holds groups and state; Optimizer.__init__ would make new ones.
+        # The wrapped optimizer holds groups and state; Optimizer.__init__ would create others.
         self._original = optimizer
         self._loss_reduction = loss_reduction
         self._step = step
@@ -105,10 +105,10 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         wrapped_optimizers.add(optimizer)
 
     def _patch_step_function(self) -> None:
-        """Keep PyTorch from wrapping `step` in the step hooks of the wrapped optimizer.
+        """Do nothing, so that PyTorch does not run the wrapped optimizer's step hooks in `step`.
 
-        PyTorch wraps the `step` of the whole class when an optimizer is unpickled, and
-        `_refuse_other_steps` is a step hook.
+        PyTorch calls this when an optimizer is unpickled. It would wrap the `step` of the whole
+        class, and the hook `_refuse_other_steps` would then refuse it.
         """
 
     def _refuse_other_steps(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
@@ -119,7 +119,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
             )
 
     def release_original(self) -> torch.optim.Optimizer:
-        """Let the wrapped optimizer step by itself again, and return it; for engine.detach."""
+        """Allow step() of the wrapped optimizer again, and return it; engine.detach calls this."""
         self._guard.remove()
         wrapped_optimizers.discard(self.original_optimizer)
         self._is_closed = True
@@ -139,26 +139,26 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         """Declare whether the next `step` call ends a microbatch, but not the logical batch."""
         if self._step.sums.ranks.everyone is not None:
             raise RuntimeError(
-                "signal_skip_step (BatchMemoryManager) with a mesh: ranks would split their "
-                "parts of a draw into unequal numbers of microbatches. Pass physical_batch_size= "
-                "to make_private instead"
+                "signal_skip_step (BatchMemoryManager) with a mesh: ranks would split their parts "
+                "of a logical batch into unequal numbers of microbatches. Pass "
+                "physical_batch_size= to make_private instead"
             )
         self._step.tracker.signal(do_skip)
 
     def attach_step_hook(self, fn: Callable[[PrivateOptimizer], None]) -> None:
-        """Call fn(optimizer) at each release, after noise is added. Several hooks all run."""
+        """Call fn(optimizer) at each release, after noise is added; repeated calls add hooks."""
         self._step_hooks.append(fn)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Refuse GradScaler.step, which reads it: its scaled losses have been clipped."""
-        # Lightning reads it too, before it clips gradients.
+        """Refuse GradScaler.step, which reads this: gradients of scaled losses were clipped."""
+        # Lightning reads this too, before it clips gradients.
         if not sys._getframe(1).f_globals["__name__"].startswith("torch."):
             return False
         raise RuntimeError(
             "GradScaler.step(optimizer) with a private optimizer: per-sample gradients of scaled "
-            "losses are clipped at that scale, so nearly all of them to max_grad_norm. Call "
-            "engine.backward(losses) and optimizer.step() without the scaler; bfloat16 needs none"
+            "losses are clipped at that scale, which clips nearly all of them. Call "
+            "engine.backward(losses) and optimizer.step() without the scaler, and use bfloat16"
         )
 
     @property
@@ -196,14 +196,14 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
 
     @property
     def _is_last_step_skipped(self) -> bool:
-        """Whether the last step ended a microbatch, not a logical batch; the name is Opacus'."""
+        """Whether the last step ended a microbatch, but not the logical batch (Opacus' name)."""
         return self._step.tracker.skipped_last_step
 
     # Accelerate's schedulers use these.
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step released nothing, so that a scheduler should not step either."""
+        """Whether the last step released nothing, so that a scheduler must not step either."""
         return self._is_last_step_skipped
 
     @property
@@ -233,7 +233,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.original_optimizer.load_state_dict(state_dict)
-        self._is_resumed = True  # plain SGD has no state that would show it
+        self._is_resumed = True  # the state of plain SGD does not show whether it has stepped
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise RuntimeError(
@@ -245,14 +245,14 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         """Clear private and public gradients, except within an unfinished logical batch.
 
         Raises:
-            PrivateRefusal: a release was not stepped on yet; its gradients would be lost.
+            PrivateRefusal: step() has not applied the last noisy gradient, which would be lost.
         """
         self._step.public.refuse_inside("optimizer.zero_grad()")
         if self._step.released is not None:
-            with self._step.noting_refusals():  # a loss may have made the loop skip step()
+            with self._step.noting_refusals():  # the loop may skip step() depending on a loss
                 raise PrivateRefusal(
                     "optimizer.zero_grad() between the last backward of a logical batch and "
-                    "optimizer.step() would drop what was released: call it after step(), and "
+                    "optimizer.step() would drop the released gradient: call it after step(), and "
                     "step() in each iteration, whatever the losses are"
                 ) from None
         if self._is_last_step_skipped or self._step.tracker.is_within_draw:
@@ -261,13 +261,14 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         self.original_optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Release the logical batch and step on it; do nothing if the batch has not ended.
+        """Release the noisy gradient of the logical batch and step on it.
 
-        Gradients of `engine.public_data()` are added to the release. If there is no private batch
-        to step on, the step uses public gradients alone, without noise and without charge.
+        If microbatches of the logical batch are still to come, do nothing. Gradients of
+        `engine.public_data()` are added to the noisy gradient. Between private batches the step
+        uses public gradients alone, without noise and without charge.
 
         Args:
-            closure: computes the losses and calls engine.backward; called once.
+            closure: a function that computes the losses and calls engine.backward; called once.
 
         Returns:
             The value that closure returned; None without closure.
@@ -275,7 +276,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         Raises:
             RuntimeError: a CUDA stream is capturing; nothing is released.
             PrivateRefusal: a microbatch of the logical batch had no backward, the learning rate or
-                another option changed since the first backward, or other code than the private
+                another option changed since the first backward, or code other than the private
                 layers wrote `.grad`; nothing is released.
         """
         refuse_capture(CAPTURED)
@@ -284,8 +285,8 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         if self._is_closed:
             raise RuntimeError(
                 "the model of this optimizer was detached, so it releases nothing more: its noise "
-                "would be that of the engine's next model. Use the optimizer that the last "
-                "make_private returned"
+                "would be the same as that of the engine's next model. Use the optimizer that the "
+                "last make_private returned"
             )
         result = None
         if closure is not None:
@@ -302,7 +303,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
             for hook in self._step_hooks:
                 hook(self)
         else:
-            # The step may be inside the loop over another private loader.
+            # This step may be in the loop over another private loader.
             refuse_counted_step(self.original_optimizer)
         self._releasing = True
         try:
@@ -326,7 +327,7 @@ def listed(optimizer: object) -> list[Any]:
 
 
 def joined(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    """Return one optimizer with the groups of several; its `step` is not to be called."""
+    """Return one optimizer with the groups of several; never call its `step`."""
     return optimizers[0] if len(optimizers) == 1 else _Joined(optimizers)
 
 
@@ -362,7 +363,7 @@ class _Joined(torch.optim.Optimizer):
 def trained_parameters(
     module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[nn.Parameter]:
-    """Return the model's trainable parameters, in the model's order; each is in one optimizer.
+    """Return the model's trainable parameters, in the model's order.
 
     Raises:
         ValueError: a parameter is in no optimizer or in two, or an optimizer or a parameter is not
@@ -371,12 +372,12 @@ def trained_parameters(
     names = {p: n for n, p in module.named_parameters()}
     held: set[nn.Parameter] = set()
     if not optimizers:
-        raise ValueError("optimizer=[]: expected a torch.optim.Optimizer, or some of them")
+        raise ValueError("optimizer=[]: expected a torch.optim.Optimizer, or a list of several")
     for own in (_held(optimizer, names) for optimizer in optimizers):
         shared = next((n for p, n in names.items() if p in own & held), None)
         if shared is not None:
             raise ValueError(
-                f"parameter '{shared}' is in two optimizers, which would both apply its release: "
+                f"parameter '{shared}' is in two optimizers, which would both apply its gradient: "
                 "leave it out of one of them"
             )
         held |= own
@@ -386,7 +387,7 @@ def trained_parameters(
         first, listing = left[0], _listing(left)
         raise ValueError(
             f"no optimizer holds {listing}, which require grad, so they would never change: put "
-            "them into the optimizer, or into another one of make_private(optimizer=[first, "
+            "them into the optimizer, or into a second optimizer, make_private(optimizer=[first, "
             "second]); or freeze each before make_private, "
             f"module.get_parameter('{first}').requires_grad_(False)"
         )
@@ -414,13 +415,13 @@ def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, PrivateOptimizer):
         raise ValueError(
             f"optimizer={type(optimizer).__name__}: expected a plain torch.optim.Optimizer, or a "
-            "list of them (PrivateOptimizer.original_optimizer is one)"
+            "list of them (such as PrivateOptimizer.original_optimizer)"
         )
     library = wrapper_of(optimizer)
     if library is not None:
         raise ValueError(
             f"optimizer={type(optimizer).__name__} of {library}, which skips steps: pass the "
-            "optimizer that was prepared or set up, and prepare what make_private returns"
+            "optimizer that was prepared or set up, and prepare the objects of make_private"
         )
     if type(optimizer).__module__.startswith("opacus."):
         raise ValueError(
@@ -430,7 +431,7 @@ def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter
     if not all(hasattr(optimizer, name) for name in _OF_OPTIMIZERS):
         raise ValueError(
             f"optimizer={type(optimizer).__name__}: its __init__ does not call that of "
-            "torch.optim.Optimizer, which makes hooks and groups. Write super().__init__("
+            "torch.optim.Optimizer, which creates hooks and groups. Call super().__init__("
             "base.param_groups, base.defaults) there, where base is the optimizer that it wraps, "
             "or pass base"
         )
@@ -451,6 +452,6 @@ def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter
     if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "second_step"):  # SAM's
         raise ValueError(
             f"optimizer={type(optimizer).__name__}: it evaluates a batch several times in a step, "
-            "which would be as many releases; use a first-order optimizer such as AdamW"
+            "and each evaluation would be a release; use a first-order optimizer such as AdamW"
         )
     return set(held)

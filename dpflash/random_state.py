@@ -12,11 +12,7 @@ import torch
 
 
 class RandomState:
-    """The saved state of the global generators.
-
-    Args:
-        devices: devices whose generators are saved in addition to the CPU's.
-    """
+    """A snapshot of the global generators' states, of the CPU and of `devices`."""
 
     def __init__(self, *devices: torch.device) -> None:
         self._torch = generators_of(*devices)
@@ -25,14 +21,14 @@ class RandomState:
         self._python = random.getstate()
 
     def equals(self, other: RandomState) -> bool:
-        """Whether the generators are in the same state."""
+        """Return whether two snapshots hold the same states."""
         pairs = zip(self._states, other._states, strict=False)
         own, theirs = (pickle.dumps(x._numpy) for x in (self, other))
         same = own == theirs and self._python == other._python
         return same and all(torch.equal(x, y) for x, y in pairs)
 
     def restore(self) -> None:
-        """Restore the generators to the saved state."""
+        """Set the global generators to the saved states."""
         for generator, state in zip(self._torch, self._states, strict=True):
             generator.set_state(state)
         np.random.set_state(self._numpy)
@@ -41,7 +37,7 @@ class RandomState:
 
 @contextmanager
 def random_state_kept(*devices: torch.device) -> Iterator[None]:
-    """Restore the generators at the end of the block."""
+    """Restore the global generators' states at the end of the with block."""
     held = RandomState(*devices)
     try:
         yield
@@ -50,16 +46,16 @@ def random_state_kept(*devices: torch.device) -> Iterator[None]:
 
 
 def seed_generators(seed: int, *devices: torch.device) -> None:
-    """Seed the global generators with a 63-bit number, of which torch's CPU generator uses 32."""
+    """Seed the global generators. `seed` has 63 bits; torch's CPU generator uses 32 of them."""
     for generator in generators_of(*devices):
         generator.manual_seed(seed)
     random.seed(seed)
-    # Seeded with the two words alone, NumPy's generator would have the same stream as Python's.
+    # Add a third word: with the seed's two words alone, NumPy's numbers would equal Python's.
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])
 
 
 def generators_of(*devices: torch.device) -> list[torch.Generator]:
-    """Torch's default generators of the CPU and of these devices."""
+    """Return torch's default generators of the CPU and of these devices."""
     found = [torch.default_generator]
     for device in devices:
         if device.type != "cpu":

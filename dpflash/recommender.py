@@ -27,11 +27,11 @@ Results = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 _Row = Mapping[str, Any]
 
 _MIB = 2**20
-_WIDTH_REACH = 16  # factor by which H * D may differ from the measured H * D
-_AS_FAST = 1.05  # times within this factor count as equal
+_WIDTH_REACH = 16  # largest factor between H * D and the measured H * D
+_AS_FAST = 1.05  # times that differ by at most this factor count as equal
 _TABLE = "recommendations.json"
 _ENVIRONMENT = ("device", "threads", "date", "torch", "dpflash", "commit", "quick")
-# Arguments of patterns that are numbers of tokens; other arguments are not.
+# The arguments of patterns that are numbers of tokens.
 _IN_TOKENS = ("block_size", "global_tokens", "levels", "segment_lengths", "window")
 _MEASURE = (
     "run `dpflash bench attention --out DIR` on your machine (`variants` and `sequence` add "
@@ -46,9 +46,9 @@ class Quality:
     The two models differ only in their pattern.
     """
 
-    tokens: int  # length of the model's windows; the pattern's lengths are scaled to it
+    tokens: int  # tokens per window of the small model; the pattern's lengths are scaled to it
     difference: float  # nats per byte; lower is better
-    difference_ci95: tuple[float, float]  # over the choice of windows
+    difference_ci95: tuple[float, float]  # confidence interval over the choice of windows
     relative_difference: float  # difference / loss with dense attention
 
     def __str__(self) -> str:
@@ -61,15 +61,15 @@ class Quality:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A pattern, and the expected cost of its attention."""
+    """A pattern, and the expected time and memory of attention with it."""
 
     variant: str  # name of the pattern in the measurements
     pattern: Pattern  # for `dpflash.attention(pattern=...)` and the modules
-    expected_ms: float
-    expected_peak_mib: float | None  # growth of memory during a call; None if unknown
+    expected_ms: float  # time of one call, ms
+    expected_peak_mib: float | None  # growth of memory during a call, MiB; None if unknown
     fits: bool  # whether the growth of memory is within the limit
     pair_share: float  # number of (query, key) pairs / number in dense attention
-    quality: Quality | None  # of a small model with this pattern; None if not measured
+    quality: Quality | None  # held-out loss of a small model; None if not measured
 
     @property
     def is_worse(self) -> bool:
@@ -94,13 +94,13 @@ def _digits(value: float) -> str:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The recommended pattern, and its alternatives."""
+    """The recommended pattern, and its alternatives; `str` shows them as a table."""
 
-    chosen: Candidate  # see `recommend`
+    chosen: Candidate  # the recommended pattern, see `recommend`
     alternatives: tuple[Candidate, ...]  # sorted by `fits` (True first), then by time
-    measured_on: str  # device, threads, date and version
+    measured_on: str  # device, threads, date and versions of the measurements
     reasons: tuple[str, ...]  # why the pattern was chosen, and which patterns were left out
-    asked: str  # the arguments, in words
+    asked: str  # the arguments of `recommend`, as text
 
     @property
     def pattern(self) -> Pattern:
@@ -156,7 +156,7 @@ class _Question:
 
 @dataclass(frozen=True)
 class _Case:
-    """One measurement of attention."""
+    """One measurement of attention with a pattern."""
 
     direction: str
     dtype: str
@@ -185,14 +185,14 @@ def recommend(
     """Recommend the fastest measured attention pattern for samples of `tokens` tokens.
 
     Models with different patterns are different models: a sparse pattern is faster because its
-    queries attend to fewer keys. The result shows the (query, key) pairs of each pattern and, if
-    it was measured, the held-out loss of a small model. Among the patterns within 5% of the
-    fastest, the pattern with the most pairs is chosen. A pattern is never chosen if its last
-    position cannot depend on all earlier positions, and, if its measured loss is above the loss
-    with dense attention, only if no other pattern fits.
+    queries attend to fewer keys. The result shows the number of (query, key) pairs of each pattern
+    and, if it was measured, the held-out loss of a small model. Among the patterns whose time is
+    within 5% of the fastest, the pattern with the largest number of pairs is chosen. A pattern is
+    never chosen if its last position cannot depend on all earlier positions. A pattern whose
+    measured loss is above the loss with dense attention is chosen only if no other pattern fits.
 
-    Figures are measured at the same T and dtype, and scaled in proportion to heads * head_dim, by
-    a factor of at most 16. Nothing else is estimated.
+    Times and memory were measured at the same T and dtype, and are scaled in proportion to heads *
+    head_dim, by a factor of at most 16. Nothing else is estimated.
 
     Args:
         tokens: T, the number of tokens of a sample.
@@ -211,8 +211,8 @@ def recommend(
             and `sequence`; None for the figures that come with the library.
 
     Returns:
-        The chosen pattern with its expected time and memory, the source of these, and the
-        alternatives.
+        The chosen pattern with its expected time and memory, the measurements that these come
+        from, and the alternatives.
 
     Raises:
         ValueError: the case was not measured, no pattern fits, or an argument is invalid.
@@ -263,7 +263,7 @@ def _shipped() -> list[_Row]:
 
 
 def _read(results: Results) -> list[_Row]:
-    """Read what `dpflash bench` wrote into folders or files; None for the library's own table."""
+    """Read the measurements that `dpflash bench` wrote; None for the library's own table."""
     if results is None:
         return _shipped()
     found: list[_Row] = []
@@ -282,7 +282,7 @@ def _read(results: Results) -> list[_Row]:
 
 
 def _of_device(runs: Iterable[_Row], device: str) -> list[_Row]:
-    """The runs on a device, full runs before quick runs, later runs before earlier runs."""
+    """Return the runs on a device: full runs before quick runs, then later before earlier."""
     name = f"CPU {cpu_model()}" if device == "cpu" else device
     if device == "cuda" and torch.cuda.is_available():
         name = torch.cuda.get_device_name()
@@ -299,7 +299,7 @@ def _of_device(runs: Iterable[_Row], device: str) -> list[_Row]:
 
 
 def _cases(run: _Row) -> Iterator[_Case]:
-    """The timed rows of dpflash's attention whose result was correct, without packed documents."""
+    """Yield the correct measurements of dpflash's attention, without packed documents."""
     at = run["environment"]
     source = (
         f"{at['device']}, {at.get('threads')} thread(s), {at.get('date')}, torch "
@@ -336,8 +336,8 @@ def _brief(pattern: Pattern) -> str:
 
 
 def _losses(run: _Row) -> Iterator[tuple[Pattern, Quality]]:
-    # Quick runs train too briefly. Rows of private models have other baselines: there the noise
-    # is larger than the differences.
+    # Quick runs train too briefly. Measurements of private models, which have other baselines, are
+    # left out too, since the noise is larger than the differences.
     rows = [] if run["environment"].get("quick") else run["rows"]
     for row in rows:
         if (row.get("section"), row.get("baseline")) != ("quality", "dense"):
@@ -397,7 +397,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _nearest(cases: Sequence[_Case], asked: _Question, kinds: tuple[type, ...]) -> list[_Case]:
-    """For each pattern, the case with the same T and the nearest width (the first of equals)."""
+    """Return, for each pattern, the first measurement with this T and the nearest width."""
     of_kind = [
         case
         for case in cases
@@ -414,8 +414,8 @@ def _nearest(cases: Sequence[_Case], asked: _Question, kinds: tuple[type, ...]) 
         raise ValueError(
             f"{asked}: not measured for {', '.join(kind.__name__ for kind in kinds)}. Measured "
             f"are tokens={sorted({t for t, _ in there})} with heads * head_dim="
-            f"{sorted({width for _, width in there})} (and up to {_WIDTH_REACH} times as much or "
-            f"as little). Pass such a value, or {_MEASURE}"
+            f"{sorted({width for _, width in there})} (which may differ by a factor of up to "
+            f"{_WIDTH_REACH}). Pass such a value, or {_MEASURE}"
         )
     return list(nearest.values())
 
@@ -423,7 +423,7 @@ def _nearest(cases: Sequence[_Case], asked: _Question, kinds: tuple[type, ...]) 
 def _candidates(
     cases: Sequence[_Case], asked: _Question, losses: Sequence[tuple[Pattern, Quality]]
 ) -> Iterator[Candidate]:
-    """Yield the patterns with their figures, scaled in proportion to the width."""
+    """Yield the patterns with their times and memory, scaled in proportion to the width."""
     tokens, heads = asked.tokens, asked.heads
     for case in cases:
         pattern, wider = case.pattern, asked.width / case.width
@@ -439,7 +439,7 @@ def _candidates(
 
 
 def _over_tokens(pattern: Pattern, tokens: int) -> Mapping[str, Any]:
-    """The pattern's arguments, with numbers of tokens divided by T."""
+    """Return the pattern's arguments, with numbers of tokens divided by T."""
 
     def over(value: Any) -> Any:
         if isinstance(value, list):
@@ -462,7 +462,7 @@ def _choose(found: Sequence[Candidate], asked: _Question) -> tuple[Candidate, li
         )
     no_worse = [one for one in fitting if not one.is_worse] or fitting
     as_fast = [one for one in no_worse if one.expected_ms <= _AS_FAST * no_worse[0].expected_ms]
-    # Some patterns count pairs twice, so a share above 1 counts as 1.
+    # Some patterns count a pair twice, so the share may exceed 1 and is limited to 1.
     chosen = max(
         as_fast,
         key=lambda one: (min(1.0, one.pair_share), isinstance(one.pattern, Dense)),

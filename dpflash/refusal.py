@@ -15,26 +15,27 @@ UNTESTED = (
 )
 MORE_CAUSES = "Other causes: docs/troubleshooting.md, Samples that depend on each other"
 TOGETHER = (
-    "Models that are trained together have one engine and are one module, nn.ModuleList([a, b]) "
-    "or one whose forward calls both, with optimizer=[of_a, of_b]"
+    "Models that are trained together have one engine: combine them in one module, such as "
+    "nn.ModuleList([a, b]) or a module that calls both, with optimizer=[of_a, of_b]"
 )
 
 
 class PrivateRefusal(RuntimeError):
     """Raised if training must stop for a reason that depends on the private data.
 
-    Whether it is raised depends on private data, and epsilon does not cover that: see "Refusals"
-    in docs/guarantees.md. Every other error depends on public facts alone: arguments, code,
-    declared shapes. Ranks that lose another rank in a logical batch raise a subclass that is also
-    a `dpflash.distributed.RankError`, since the lost rank may have raised a PrivateRefusal.
+    The fact that this error was raised depends on private data and is not covered by epsilon: see
+    "Refusals" in docs/guarantees.md. Every other error depends on public facts alone: arguments,
+    code, declared shapes. If a rank is lost within a logical batch, the other ranks raise a
+    subclass that is also a `dpflash.distributed.RankError`, since the lost rank may have raised a
+    PrivateRefusal.
 
     Args:
-        message: names layers, arguments and what to do; contains no value, index, length or count
-            of the data.
-        **details: values that describe the reason.
+        message: names layers and arguments, and says what to do; must contain no value, index,
+            length or count of the data.
+        **details: values that describe the reason, by name.
 
     Attributes:
-        details: values that describe the reason, by name. PRIVATE, as losses are: do not publish.
+        details: the values that were passed, by name. PRIVATE, like losses: do not publish them.
     """
 
     def __init__(self, message: str, **details: Any):
@@ -47,7 +48,7 @@ class PrivateWarning(UserWarning):
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line outside of dpflash and torch that led to this call."""
+    """Issue a warning whose location is the user's line, outside of dpflash and torch."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:

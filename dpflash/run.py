@@ -1,4 +1,4 @@
-"""PrivateRun: the parts of a private model between `make_private` and `detach`."""
+"""PrivateRun: the objects that train a private model, from `make_private` to `detach`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from .verification.nested import tensors_of
 # loss_fn(model, sample) -> the sample's loss.
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
-# Optimizer attributes that callers may set between releases, and that a checkpoint restores.
+# Optimizer attributes that users may set between releases, and that a checkpoint restores.
 OF_STEPS = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
 
 # The largest number of parameters that `trials` names.
@@ -60,19 +60,19 @@ _SHOWN = 4
 
 @dataclass(frozen=True, eq=False)
 class PrivateRun:
-    """A private model with everything that trains it and accounts for it.
+    """A private model with the objects that train it and account for its releases.
 
     Attributes:
         settings: the arguments of `make_private`.
         model: the private model.
-        loader: draws the logical batches.
-        step: holds the current logical batch.
-        optimizers: release the logical batch and step on the release.
-        backward: clips, through the gates of the model's layers.
-        wrapper: wraps the model's forward.
-        trial, place_trial: trials on the loader's microbatches; None if there are no trials.
-        keys, spending: of the engine, which keeps them after `detach`.
-        as_folder: whether checkpoints are folders.
+        loader: the private data loader, which samples the logical batches.
+        step: the current logical batch: its clipped sums, noise and charge.
+        optimizers: the wrapped optimizers, whose `step` releases the logical batch.
+        backward: the clipped backward of the model's layers.
+        wrapper: the wrapper of the model's forward.
+        trial, place_trial: isolation tests with other contents, and with other rows; or None.
+        keys, spending: the engine's, which keeps them after `detach`.
+        as_folder: whether checkpoints are folders, not single files.
     """
 
     settings: Settings
@@ -89,7 +89,7 @@ class PrivateRun:
     as_folder: bool
 
     def leave_ranks(self) -> None:
-        """Continue in a forked process, which is not a rank and already has new keys."""
+        """Continue in a forked child process, which is not a rank and already has new keys."""
         self.loader.load_state_dict(self.loader.state_dict(), key=self.keys.sampling)
         self.step.leave_ranks()
         self.wrapper.leave_compiler("the process was forked")
@@ -105,7 +105,7 @@ class PrivateRun:
             if not is_pair or not all(isinstance(x, Tensor) for x in batch):
                 raise ValueError(
                     "engine.backward(criterion, batch): expected the pair (outputs, targets) of "
-                    "the criterion; pass (model(x), y)"
+                    "the criterion's arguments; pass (model(x), y)"
                 )
             losses = of_criterion(losses, *batch)
         elif not isinstance(losses, Tensor) and callable(losses):
@@ -151,7 +151,7 @@ class PrivateRun:
         if mark is None or mark.units is not None or self.backward.loss_reduction is not None:
             raise ValueError(
                 "engine.backward(loss_fn, batch): takes batches of the private loader whose "
-                "samples are rows, and no loss_reduction; pass the samples' losses instead"
+                "samples are rows, and needs loss_reduction=None; pass the samples' losses instead"
             )
         recording = self.backward.recording
         with self.step.noting_refusals():
@@ -179,15 +179,15 @@ class PrivateRun:
             if not has_rows:
                 raise PrivateRefusal(
                     "engine.backward(loss_fn, batch): cannot tell which parts of the batch belong "
-                    "to one sample: a list has an entry for each sample, but each entry also has "
-                    "as many rows as the batch has samples. Let collate_fn return a list of "
-                    "dicts, one for each sample, or pass the samples' losses"
+                    "to one sample, since a list in it has an entry for each sample, but each "
+                    "entry also has as many rows as the batch has samples. Let collate_fn return "
+                    "a list of dicts, one for each sample, or pass the samples' losses"
                 ) from None
             loss = loss_fn(self.model, sample)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise PrivateRefusal(
-                    "loss_fn(model, sample) returned something else than the loss of one sample: "
-                    "expected a tensor of one number",
+                    "loss_fn(model, sample) did not return the loss of one sample: expected a "
+                    "tensor of one number",
                     loss=type(loss).__name__,
                 ) from None
             losses.append(loss.detach().reshape(()))
@@ -219,18 +219,18 @@ class PrivateRun:
         return found
 
     def _refuse_tried(self, refusal: str | None) -> None:
-        """Raise on all ranks if a trial was refused."""
+        """Raise on all ranks if `refusal` is a message on any rank."""
         try:
             self.backward.proof.refuse(refusal)
         except RuntimeError as error:
-            # If the loop catches the error, the next batch raises it again.
+            # Raise again in the next batch if the loop catches this error.
             if self.trial is not None:
                 self.trial.restart(str(error))
             self.backward.discard()
             raise
 
     def _losses_of_samples(self, losses: Tensor) -> Tensor:
-        """Return losses [B] of samples, or the scalar if loss_reduction is declared."""
+        """Check `losses`. Return one loss per sample, or the scalar of a declared reduction."""
         is_tensor = isinstance(losses, Tensor)
         dims = (1,) if self.backward.loss_reduction is None else (0, 1)
         if not is_tensor or losses.ndim not in dims:
@@ -268,20 +268,20 @@ class PrivateRun:
         return losses
 
     def _is_tried(self, losses: Tensor) -> bool:
-        """Whether the losses are a trial's, which has no backward; also checks real losses."""
+        """Return True for the losses of a trial, which needs no backward; check other losses."""
         trial, place_trial = self.trial, self.place_trial
         if place_trial is not None and place_trial.is_running:
             self.step.begin_trial()
             if losses.ndim:
                 place_trial.take(losses)
             self.backward.record_place(losses)
-            self._refuse_tried(None)  # notices a rank that has ended before the next forward
+            self._refuse_tried(None)  # raises before the next forward if another rank has ended
             return True
         if self.backward.record(losses):
             return True
         if trial is not None and trial.decides and not trial.is_by_sample:
             self._refuse_tried(trial.refusal(losses))
-        # Last, since the other refusals have more precise messages.
+        # The place trial is checked last, since the other errors are more precise.
         if place_trial is not None:
             if place_trial.waits and losses.ndim:
                 place_trial.take(losses)
@@ -298,7 +298,7 @@ class PrivateRun:
         """Return the clipping groups of the private model: parameters, bounds and sensitivity.
 
         Returns:
-            A sequence of `GroupInfo`, with the total sensitivity; as text, a table.
+            A sequence of `GroupInfo`, with the total sensitivity; str() returns a table.
 
         Raises:
             ValueError: no model is private.
@@ -312,11 +312,11 @@ class PrivateRun:
         Costs are for the shapes of the last forward, so run the model once before.
 
         Returns:
-            A sequence of `PlannedUse`; as text, a table.
+            A sequence of `PlannedUse`; str() returns a table.
 
         Raises:
-            ValueError: no model is private, or the private model has not run yet, or
-                optimize="aggressive" compiled it, where nothing is planned.
+            ValueError: no model is private, the private model has not run yet, or it was compiled
+                by optimize="aggressive", which plans no layer.
         """
         if self.wrapper.optimization.compiled:
             raise ValueError(
@@ -347,7 +347,7 @@ class PrivateRun:
         )
 
     def report(self) -> dict[str, Any]:
-        """The facts of a model card, without epsilon and the ledger, as plain values."""
+        """Return the facts of a model card as plain values, without epsilon and the ledger."""
         plan, options = self.loader.plan, self.step.options
         public = self.public.as_dict()
         del public["lengths"]  # unless declared, it shows whether drawn samples differ in length
@@ -384,7 +384,7 @@ class PrivateRun:
         """See `PrivacyEngine.trials`."""
         trial, place_trial, facts = self.trial, self.place_trial, self.public
         if trial is None:
-            return "Nothing was tried: make_private(verify_first_batch=False)."
+            return "There were no trials: make_private(verify_first_batch=False)."
         by_sample = trial.is_by_sample
         what = "losses and gradients" if by_sample else "losses, layers' inputs and gradients"
         how = (
@@ -393,8 +393,8 @@ class PrivateRun:
             else "up to rounding"
         )
         said = [
-            f"In trials the {what} of half of the samples were compared, {how}, with those that "
-            "they have among other samples."
+            f"In trials the {what} of half of the samples were compared, {how}, with the same "
+            "samples' values among other samples."
             if trial.has_compared
             else "No trial has compared samples so far."
         ]
@@ -410,8 +410,8 @@ class PrivateRun:
                 said.append(f"{compared} {kind.how} were compared, to {closely}.")
         if facts.others or trial.is_impossible:
             said.append(
-                "Batches that are not of the loader, of BatchMemoryManager, or without an entry "
-                "for each sample had no trials: there the model was tried by itself."
+                "Batches that are not from the loader, are from BatchMemoryManager, or have no "
+                "entry for each sample had no trials: there only the model was tested."
             )
         if self.verified == "pending":
             said.append(self._pending())
@@ -426,22 +426,22 @@ class PrivateRun:
         shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
         return (
             f"engine.verified is pending, because the gradients of {shown} were zero so far, and "
-            "zeros show nothing. Leave out, or freeze, a parameter that always cancels, such as a "
-            "bias in a difference of two outputs."
+            "zeros test nothing. Remove or freeze a parameter whose gradient is always zero, such "
+            "as a bias in a difference of two outputs."
         )
 
     def diagnostics(self) -> dict[str, Any]:
         """Return numbers for debugging. PRIVATE: no epsilon covers them; do not release them.
 
         Returns:
-            A dict:
-            per_sample_norms: gradient norms of the samples of the last backward, without padding
+            A dict with the keys
+            per_sample_norms: gradient norms of the samples in the last backward, without padding
             rows (with clipping="per_layer", the norms of the last group);
             clip_fraction: fraction of all samples so far that were clipped;
             nonfinite_samples: number of samples so far that contributed zero because their loss
             or gradient was NaN or infinite, for example because of a label out of range;
             bad_entries: number of samples so far that contributed zero because they could not be
-            read or collated, and of entries for which unit_of returns no unit.
+            read or collated, plus the number of entries for which unit_of returns no unit.
         """
         statistics = self.backward.statistics
         squares = statistics.squared_norms
@@ -455,10 +455,10 @@ class PrivateRun:
     def prepare(self, batch: int | PackedBatch) -> None:
         """Prepare the model for a batch that did not come from the loader.
 
-        Call this for packed batches, and for models compiled by torch.compile.
+        Call this before the forward of a packed batch, or of a model under torch.compile.
 
         Args:
-            batch: the packed batch (the whole batch of all context ranks), or the number of rows.
+            batch: the packed batch (not divided among context ranks), or the number of rows.
         """
         if isinstance(batch, PackedBatch):
             self.backward.begin_microbatch(batch.max_documents, batch.units)
@@ -480,32 +480,32 @@ class PrivateRun:
         checkpoint_dict: dict[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
-        """Write everything that a later process, with any number of ranks, needs to resume.
+        """Write a checkpoint from which a later process, with any number of ranks, can resume.
 
-        The checkpoint contains the parameters, the optimizer's state, the spending, the noise
-        counter and the loader's position, without an unfinished logical batch. It replaces an
-        older checkpoint atomically. With a seed it contains the keys of noise and sampling. Its
-        permissions let only its owner read it: keep it secret, and release model.state_dict().
+        The checkpoint contains the parameters, the optimizer's state, the accountant's state, the
+        noise counter and the loader's position, without an unfinished logical batch. It replaces
+        an older checkpoint atomically. With a seed it contains the keys of noise and sampling.
+        Only the file's owner can read it. Keep it secret, and release model.state_dict() instead.
 
         Args:
             path: the file; with a mesh a folder, on a file system that all ranks share. All ranks
                 call this together.
             extra: plain values (numbers, strings, lists, tensors) that load_checkpoint returns;
-                with a mesh, the values of the first rank.
+                with a mesh, the first rank's `extra` is stored.
             module, optimizer: for compatibility with Opacus; this engine's objects or None.
             noise_scheduler, grad_clip_scheduler: Opacus' schedulers, whose state is stored too.
             checkpoint_dict: Opacus' name of extra.
 
         Raises:
-            ValueError: extra contains values that cannot be stored; path is a folder where a file
-                must be written, or the reverse; module or optimizer is not this engine's.
+            ValueError: extra contains values that cannot be stored; path is a folder although a
+                file must be written, or the reverse; module or optimizer is not this engine's.
             RuntimeError: a buffer or a frozen parameter changed, see make_private(allow_buffers=);
-                or another rank failed. An older checkpoint is unchanged.
+                or another rank failed. An older checkpoint at path stays unchanged.
         """
         refuse_keywords_of(self.save_checkpoint, unknown)
         self._require_own(module, optimizer)
         if extra is not None and checkpoint_dict is not None:
-            raise ValueError("checkpoint_dict with extra: these are the same; pass one of them")
+            raise ValueError("checkpoint_dict with extra: both mean the same; pass one of them")
         extra = checkpoint_dict if extra is None else extra
         theirs = {"noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
         self.step.sums.ranks.run_on_all("save_checkpoint", self.model.state_dict)
@@ -535,9 +535,9 @@ class PrivateRun:
 
         The run continues under new keys of noise and sampling, since another process may have
         resumed from the same checkpoint. Each continuation is a branch with a name in the ledger.
-        The branches' epsilons compose; `dpflash budget LEDGER LEDGER` counts their common releases
-        once. Releases that are in the ledger but later than the checkpoint stay counted. Without
-        such releases, a seeded run continues bit for bit as if it had not stopped.
+        The epsilons of branches compose; `dpflash budget LEDGER LEDGER` counts the releases that
+        both ledgers contain once. Releases in the ledger that are later than the checkpoint stay
+        counted. Without them, a seeded run continues bit for bit as if it had not stopped.
 
         Args:
             path: path of a file or folder that save_checkpoint wrote.
@@ -580,7 +580,7 @@ class PrivateRun:
         require_own(module=(module, self.model), optimizer=(optimizer, own))
 
     def state_dict(self) -> dict[str, str]:
-        """Return what `save_checkpoint` stores besides the states of model and optimizer.
+        """Return the state that `save_checkpoint` stores, without model and optimizer.
 
         Use it for torch.distributed.checkpoint (with `load_state_dict` it implements the Stateful
         protocol) or for your own checkpoints: save it with model.state_dict() and
@@ -589,7 +589,7 @@ class PrivateRun:
         return checkpoint.as_text(self._own_state({}))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from a `state_dict()` as `load_checkpoint` does, without model and optimizer.
+        """Resume from a `state_dict()` like `load_checkpoint`, without model and optimizer.
 
         All ranks call this together, after the same make_private call.
 
@@ -611,7 +611,7 @@ class PrivateRun:
 
     @property
     def _fixed(self) -> dict[str, Any]:
-        """Settings of `make_private` that must be the same in a checkpoint and a resumed run."""
+        """The settings of `make_private` that a resumed run must share with its checkpoint."""
         return {
             "sampling": self.loader.plan.scheme,
             "clipping": self.settings.clipping,
@@ -620,7 +620,7 @@ class PrivateRun:
         }
 
     def _own_state(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """The contents of a checkpoint without model and optimizer; the same on all ranks."""
+        """Return a checkpoint's contents without model and optimizer; equal on all ranks."""
         checkpoint.check_extra(extra)
         ledger, block = self.spending.ledger, self.step.charge.block.state_dict()
         return {
@@ -657,9 +657,9 @@ class PrivateRun:
         spent = not self.spending.is_empty or step.releases
         if ledger is None and spent and not self.keys.knows_all(state, step.releases):
             raise RuntimeError(
-                f"{where}: this engine has spent privacy already, and loading would forget it. "
-                "Load into a new engine, right after make_private; to go back within a run use "
-                "PrivacyEngine(ledger=...)"
+                f"{where}: this engine has spent privacy already, and loading would forget these "
+                "releases. Load into a new engine, right after make_private; to return to an "
+                "earlier checkpoint within a run use PrivacyEngine(ledger=...)"
             )
         self.spending.load_state_dict(state["spending"])
         checkpoint.warn_of_changes(
@@ -682,7 +682,7 @@ class Attachment:
 
     Args:
         run: the model's run.
-        detach: the engine's method; the model does not keep the engine alive.
+        detach: the bound method `engine.detach`.
     """
 
     def __init__(self, run: PrivateRun, detach: Callable[[nn.Module], object]) -> None:
@@ -695,9 +695,9 @@ class Attachment:
         return self._detach() is None
 
     def give_back(self) -> str | None:
-        """Make the model not private, drop an open batch, and refuse further releases.
+        """Make the model ordinary again, drop an open batch, and refuse further releases.
 
-        Return why the model must not be released, or None.
+        Return the reason why the model must not be released, or None.
         """
         run = self._run
         run.loader.tracker.abandon()
@@ -718,10 +718,10 @@ class Attachment:
         return refusal
 
     def refuse_use(self) -> None:
-        """Refuse another engine while this one uses the model.
+        """Raise if another engine must not take the model over.
 
         Raises:
-            ValueError: the engine exists, and has released nothing yet or has an open batch.
+            ValueError: this engine still exists, and has no release yet or has an open batch.
         """
         step = self._run.step
         if not self.is_orphan and (step.is_open or not step.releases):
@@ -732,7 +732,7 @@ class Attachment:
             )
 
     def hand_over(self) -> None:
-        """Detach the model for another engine; its own engine, if it exists, loses the model."""
+        """Detach the model for another engine, also from its own engine if that still exists."""
         detach = self._detach()
         if detach is None:
             self.give_back()
@@ -751,7 +751,7 @@ def take_over(module: nn.Module) -> int:
     """Detach a model if it is private, and return the number of its releases so far.
 
     Raises:
-        ValueError: an engine still uses the model; nothing has been changed.
+        ValueError: another engine still uses the model; nothing has been changed.
     """
     attachments = attachments_of(module)
     for attachment in attachments:

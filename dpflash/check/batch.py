@@ -1,4 +1,4 @@
-"""The batch of a check: its size, and versions of it with other masks and targets.
+"""The batch of a check: its size, and versions of the batch with other masks and targets.
 
 Shapes: B samples, T tokens.
 """
@@ -24,7 +24,7 @@ MASKS, TARGETS = "masks of the others are shortened", "targets of the others are
 
 @dataclass(frozen=True)
 class Place:
-    """One sample in a batch: the batch, the sample's index in it, and the batch size."""
+    """One sample of a batch: the batch, the index of the sample, and the batch size."""
 
     batch: Any
     index: int
@@ -43,18 +43,18 @@ def batch_size(batch: Any) -> int:
     if any(shape[0] != size for shape in shapes):
         raise ValueError(
             f"batch holds tensors of shapes {shapes}: expected the batch as the first dimension "
-            "of each; move tensors that are not per sample into loss_fn"
+            "of each; move tensors without a row for each sample into loss_fn"
         )
     if size < 2:
         raise ValueError(
             f"batch holds {size} sample(s): expected two or more, because a sample is compared "
-            "with itself among other samples; pass 4 to 8"
+            "with itself among other samples; pass 4 to 8 samples"
         )
     return size
 
 
 def altered(batch: Any, size: int) -> Iterator[tuple[str, Any]]:
-    """(how, batch of 2 B samples): the samples of `batch`, then copies with altered fields.
+    """Yield (description, batch of 2 B samples): those of `batch`, then altered copies.
 
     In the copies, the second half of each mask is 0, or the second half of the targets is ignored.
     """
@@ -81,7 +81,7 @@ def _is_binary(t: Tensor) -> bool:
 
 
 def _is_target(t: Tensor, place: str) -> bool:
-    """Whether a tensor has integer targets that may contain an ignore_index."""
+    """Return whether a tensor has integer targets that may contain an ignore_index."""
     if t.dtype not in (torch.int64, torch.int32) or t.numel() == 0:
         return False
     if bool((t < 0).any()):

@@ -1,4 +1,4 @@
-"""Checks a model before training, and replaces layers that cannot be trained, as in Opacus."""
+"""Checks a model before training, and replaces layers that cannot be trained (Opacus' API)."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from .layers import refused_modules
 from .report import ITSELF
 
 _MOST_GROUPS = 32
-# Least channels in a group if a sample has no other dimension for the statistics.
+# Smallest number of channels in a group if a sample has no other dimension for the statistics.
 _LEAST_CHANNELS = 4
 
 
 def get_compatible_module(module: nn.Module) -> nn.Module:
-    """Copy a model, and replace the layers that private training refuses.
+    """Copy a model, and replace the copy's layers that private training refuses.
 
-    `nn.BatchNorm1d`, `2d`, `3d` and `nn.SyncBatchNorm` become `nn.GroupNorm` of gcd(32, channels)
-    groups (fewer in 1d, where a group of one channel would be constant) with the same weight and
-    bias. `nn.InstanceNorm` no longer tracks statistics. `max_norm` of embeddings is set to None.
-    Frozen batch norms in eval mode are not replaced. A warning lists the replaced layers, since
-    the copy computes other outputs, and the optimizer must be built from its parameters.
+    `nn.BatchNorm1d`, `2d`, `3d` and `nn.SyncBatchNorm` are replaced by `nn.GroupNorm` of
+    gcd(32, channels) groups (fewer in 1d, where a group of one channel would be constant) with the
+    same weight and bias. `nn.InstanceNorm` is replaced by a copy that does not track statistics.
+    `max_norm` of embeddings is set to None. Frozen batch norms in eval mode are not replaced. A
+    warning lists the replaced layers, since the copy computes other outputs, and the optimizer
+    must be built from the copy's parameters.
 
     Args:
         module: the plain model; it is not changed.
@@ -75,12 +76,12 @@ def validate(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     data_loader: DataLoader | None = None,
 ) -> None:
-    """Raise one error for all reasons why make_private would refuse the arguments; read no data.
+    """Raise one error with all reasons why make_private would refuse the arguments; read no data.
 
     Args:
         module: the model.
-        optimizer: one or several; must hold the model's trained parameters; None for no check.
-        data_loader: must have a batch size and draw all entries alike; None for no check.
+        optimizer: one or several, over all trained parameters of the model; None for no check.
+        data_loader: must have a batch size and sample all entries alike; None for no check.
 
     Raises:
         ValueError: names each problem and what to do, one problem per line.
@@ -106,7 +107,7 @@ def is_compatible(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     data_loader: DataLoader | None = None,
 ) -> bool:
-    """Whether `validate` accepts model, optimizer and data loader."""
+    """Return whether `validate` accepts model, optimizer and data loader."""
     try:
         validate(module=module, optimizer=optimizer, data_loader=data_loader)
     except ValueError:
@@ -115,7 +116,7 @@ def is_compatible(
 
 
 def _replacement(module: nn.Module) -> tuple[nn.Module, str]:
-    """(The replacement of a refused module, its description); (the module, "") if none is."""
+    """Return (replacement of a refused module, description), or (module, "") without one."""
     if isinstance(module, LazyModuleMixin):
         return module, ""
     try:
@@ -153,7 +154,7 @@ def _group_norm(module: _BatchNorm) -> nn.GroupNorm | None:
 
 
 def _with_affine(norm: nn.Module, old: nn.Module) -> nn.Module:
-    """The norm with the parameters, and so the devices, of the old norm."""
+    """Give a norm the parameters, and thereby the devices, of the old norm."""
     for name, parameter in old.named_parameters(recurse=False):
         norm.register_parameter(name, parameter)
     return norm.train(old.training)

@@ -1,7 +1,7 @@
 """Checks that the loss of a sample, and its gradient, depend on that sample alone.
 
-If loss_fn returns a declared sum of losses, the loss of one sample is the scalar of all B samples
-minus that of the other samples; for a mean, B times the former minus B - 1 times the latter.
+If loss_fn returns a declared sum, the loss of one sample is the scalar of all B samples minus the
+scalar of the other B - 1 samples. For a mean, the scalars are first multiplied by B and B - 1.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .trace import coupling_problem, locate
 _OVER_SAMPLES = (
     "compute each sample's loss from that sample alone and reduce over samples last: "
     "dpflash.losses.cross_entropy(logits, targets).{reduction}(). A mean over the batch's valid "
-    "tokens, the default of Hugging Face models, is not a reduction over samples, nor is one over "
-    "its class weights, as of nn.CrossEntropyLoss(weight=...): dpflash.losses.of_criterion has "
+    "tokens, the default of Hugging Face models, is not a reduction over samples, nor is a mean "
+    "weighted by classes, as of nn.CrossEntropyLoss(weight=...): dpflash.losses.of_criterion has "
     "neither divisor"
 )
 _BOUNDARY = (
@@ -38,7 +38,7 @@ _WHICH = "whether the scalar is a mean or a sum: the model is random, or takes n
 
 
 class _Variant(NamedTuple):
-    """The samples `rows` of a batch of `size`; `rows[row]` is compared; `how` describes them."""
+    """The samples `rows` of a batch of `size`, described by `how`; `rows[row]` is compared."""
 
     how: str
     batch: Any
@@ -68,12 +68,12 @@ class _Difference(NamedTuple):
 
 
 def check_coupling(subject: Subject, findings: Findings, *, has_boundary: bool) -> None:
-    """Compare each sample in the batch with the same sample alone and among other samples.
+    """Compare each sample in the batch with itself alone and among other samples.
 
     Args:
         subject: the model and its loss.
         findings: receives the result.
-        has_boundary: whether the model has private boundaries, which clip after a mean's division.
+        has_boundary: whether the model has private boundaries, which clip after a mean divides.
     """
     reduction = subject.loss_reduction
     is_alone = not subject.is_random and all(p.kind != "batch_size" for p in findings.problems)
@@ -109,12 +109,11 @@ def check_coupling(subject: Subject, findings: Findings, *, has_boundary: bool) 
 def _differences(
     subject: Subject, reduction: str | None, is_alone: bool, findings: Findings
 ) -> list[_Difference]:
-    """Compare the samples; return a `_Difference`, perhaps of zero, for each comparison."""
     compared = []
     size = subject.size
     whole = [_Variant("", subject.batch, size, [*range(size)], i) for i in subject.indices]
     references = [_of_sample(subject, variant, reduction, is_alone) for variant in whole]
-    # A small gradient may be rounding errors alone: differences are relative to the largest one.
+    # A small gradient may consist of rounding errors, so differences are relative to the largest.
     finite = [reference.sizes for reference in references if reference.is_finite()]
     floors = (
         max((loss for loss, _ in finite), default=0.0),
@@ -148,7 +147,7 @@ def _variants(subject: Subject, sample: int, is_alone: bool) -> Iterator[_Varian
 def _of_sample(
     subject: Subject, variant: _Variant, reduction: str | None, is_alone: bool
 ) -> Result:
-    """The loss of a sample among others, and its gradient.
+    """Return the loss of a sample among other samples, and its gradient.
 
     If a sample cannot be left out of a scalar, it is replaced by another sample instead.
     """
@@ -169,8 +168,8 @@ def _of_sample(
 def _apart(
     subject: Subject, a: Result, b: Result, floors: tuple[float, float]
 ) -> tuple[float, dict[str, float]]:
-    """Relative differences beyond the tolerance: of the loss and of each parameter's gradient."""
-    # Relative to the whole gradient: that of one parameter may be rounding errors alone.
+    """Return relative differences above the tolerance: of the loss, and of gradients by name."""
+    # Relative to the whole gradient, since one parameter's gradient may be rounding errors alone.
     loss_size, grad_size = map(max, a.sizes, b.sizes, floors)
     apart = {"": abs(a.loss - b.loss) / loss_size if loss_size else 0.0}
     for name in a.grads.keys() | b.grads.keys():
@@ -193,7 +192,7 @@ def _report(
             original = Place(subject.batch, difference.sample, subject.size)
             located[how] = locate(subject, original, difference.variant.place())
     modules = [where for where in located.values() if where != LOSS_FN]
-    if reduction and modules:  # A scalar contains all samples: another sample may differ.
+    if reduction and modules:  # The scalar contains all samples, so another sample may differ.
         located = dict.fromkeys(located, modules[0])
     by_place: dict[str, list[_Difference]] = {}
     for difference in filter(_Difference.worst, compared):

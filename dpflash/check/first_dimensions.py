@@ -1,6 +1,6 @@
 """Checks the inputs of the layers of a private copy, for several batch sizes B.
 
-The copy has the layers of private training. So layers below a module that runs sample by sample,
+The copy has the layers of private training, so layers below a module that runs sample by sample,
 flattened tokens and shared positions are treated as in training.
 """
 
@@ -23,8 +23,8 @@ _INDICES_REMEDY = (
     "or freeze the layer with requires_grad_(False)"
 )
 _POSITIONS = (
-    "its indices have one dimension, and training takes them for positions that all samples "
-    "share. It refuses them where its first batch has as many samples as there are positions"
+    "its indices have one dimension, and training treats them as positions that all samples "
+    "share. It refuses them if its first batch has as many samples as there are positions"
 )
 
 
@@ -64,9 +64,9 @@ def check_first_dimensions(private: PrivateCopy, sizes: list[int], findings: Fin
 def _first_dimensions(
     private: PrivateCopy, size: int, refused: dict[str, tuple[int, Exception]]
 ) -> dict[str, set[int]]:
-    """The first dimensions of each layer's inputs in a forward of this many samples.
+    """Return the first dimensions of each layer's inputs in a forward of `size` samples.
 
-    A layer that raises is noted in `refused`, and frozen, so that the layers after it run.
+    A layer that raises an error is added to `refused` and frozen, so that later layers run.
     """
     while True:
         inputs = _Inputs()
@@ -88,7 +88,7 @@ def _first_dimensions(
 
 
 def _fits(size: int, dims: set[int]) -> bool:
-    """Whether each first dimension is the batch size, or 1, for inputs that all samples share."""
+    """Return whether each first dimension is the batch size, or 1 for inputs of all samples."""
     return dims <= {size, 1}
 
 

@@ -1,4 +1,4 @@
-"""The first run: checks that loss_fn returns usable losses, which train the model alone."""
+"""First run of a check: loss_fn must return usable losses that train the model alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DECLARE_REMEDY = (
 
 
 def first_run(subject: Subject, findings: Findings) -> bool:
-    """Run loss_fn as the user does; return whether its result can be checked."""
+    """Run loss_fn on the user's model and batch; return whether its result can be checked."""
     if not subject.trained:
         findings.add("run", ITSELF, "no parameter is trainable", "call requires_grad_(True)")
         return False
@@ -52,13 +52,13 @@ def first_run(subject: Subject, findings: Findings) -> bool:
 
 
 def _check_leaves(subject: Subject, losses: Tensor, findings: Findings) -> None:
-    """Report what the losses train outside of the model."""
+    """Report parameters and other tensors outside of the model that the losses train."""
     findings.checked.append("whether the losses train anything outside of the model")
     known = {id(p) for p in subject.trained.values()}
     model, again = subject.model, subject.losses(subject.batch)
     known_twice = {id(x) for x in leaves_past_gates(again.grad_fn, model)}
     for leaf in leaves_past_gates(losses.grad_fn, model):
-        # Inputs whose gradients the loss computes are new tensors in each run.
+        # If the loss computes gradients of inputs, these are new tensors in each run.
         is_new = not isinstance(leaf, nn.Parameter | Hidden) and id(leaf) not in known_twice
         if id(leaf) not in known and not is_new:
             findings.add("outside_use", LOSS_FN, *described(leaf, model))
@@ -96,12 +96,12 @@ def _losses_fit(subject: Subject, losses: Any, findings: Findings) -> bool:
 
 
 def widened(subject: Subject, model: nn.Module, findings: Findings) -> Subject | None:
-    """The subject in float64 if the model supports it, else unchanged; None if no backward runs.
+    """Return the subject, in float64 if the model supports it; None if the backward raises.
 
     Args:
         subject: the subject, whose first run succeeded.
         model: the model, of which another copy is made.
-        findings: receives what failed.
+        findings: receives the errors.
     """
     batch = map_tensors(lambda t: t.double() if t.is_floating_point() else t, subject.batch)
     options = subject.loss_fn, batch, subject.size, subject.loss_reduction

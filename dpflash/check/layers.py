@@ -23,7 +23,7 @@ def check_modules(model: nn.Module, findings: Findings) -> None:
 
 
 def refused_modules(model: nn.Module) -> Iterator[tuple[str, ValueError]]:
-    """(name, error) of each module that make_private would refuse."""
+    """Yield (name, error) of each module that make_private would refuse."""
     inside = parts_of_layers(model)
     for name, module in model.named_modules():
         try:
@@ -54,7 +54,7 @@ def check_reach(subject: Subject, findings: Findings) -> None:
 def check_private_backward(subject: Subject, findings: Findings) -> None:
     """Compare norms and sums of a private backward without clipping with ordinary gradients.
 
-    Makes the model of the subject private.
+    The model of the subject is made private.
     """
     samples = {} if subject.is_random else {i: subject.pick([i]) for i in subject.indices}
     norms = {i: subject.result(alone).sizes[1] for i, alone in samples.items()}

@@ -24,10 +24,10 @@ from .subject import Subject
 
 
 class PrivateCopy:
-    """Makes the model of a subject private.
+    """Makes the model of a subject private, with infinite bounds and without noise.
 
     Attributes:
-        subject: as given.
+        subject: the argument.
         modules: the modules by name.
         backward: the private backward of the model.
     """
@@ -51,7 +51,7 @@ class PrivateCopy:
         ForwardWrapper(subject.model, self.backward, PLAIN).put()
 
     def sums(self, batch: Any, real: Tensor | None = None) -> dict[str, Tensor]:
-        """Run a private backward; return the summed gradients of the samples `real` `[B]`."""
+        """Run a private backward; return the sum of gradients over the samples `real` `[B]`."""
         subject, step = self.subject, self._step
         mark = BatchMark(0, subject.size, last=True, real=real)
         step.tracker.begin_microbatch(mark, epoch=0)
@@ -62,12 +62,12 @@ class PrivateCopy:
         return found
 
     def named_in(self, error: Exception) -> str:
-        """The first module that an error names; the model itself if the error names no module."""
+        """Return the first module that an error names, or the model itself if it names none."""
         return next((n for n in re.findall(r"'([^']+)'", str(error)) if n in self.modules), ITSELF)
 
 
 def frozen(model: nn.Module, names: set[str]) -> nn.Module:
-    """Freeze these modules of a model, which training would refuse, and return the model."""
+    """Freeze the modules `names` of a model, and return the model."""
     for name, module in model.named_modules():
         if (name or ITSELF) in names:
             module.eval().requires_grad_(False)
@@ -75,7 +75,7 @@ def frozen(model: nn.Module, names: set[str]) -> nn.Module:
 
 
 class _Unreleased:
-    """Takes the place of a private step, with the sums of one backward; releases nothing."""
+    """Replaces a private step: holds the sums of one backward, and releases nothing."""
 
     def __init__(self, sums: ClippedSums):
         self.sums = sums
@@ -99,7 +99,7 @@ class _Unreleased:
         self.sums.begin(math.inf)
 
     def _nothing(self) -> None:
-        """Do nothing: there are no backwards of single rows, no trials and no releases."""
+        """Do nothing, since there are no backwards of single rows, no trials and no releases."""
 
     begin_row = begin_trial = before_gate = end_backward = _nothing
 

@@ -1,4 +1,4 @@
-"""The report of a check: problems with remedies, and lists of what was and was not checked."""
+"""The report of a check: problems with remedies, and lists of the comparisons made and skipped."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Problem:
         kind: "unsupported", "run", "loss", "coupling", "reduction", "state", "first_dimension",
             "outside_use", "no_gradient", "random", "batch_size" or "empty_batch".
         where: dotted name of the module or parameter, or "loss_fn"; for "no_gradient" the names
-            of all such parameters, joined by ", ".
+            of all parameters without a gradient, joined by ", ".
         message: description of the problem.
-        remedy: how to fix it.
+        remedy: how to fix the problem.
         severity: "error" if private training would be refused, or its guarantee would not hold;
             else "warning".
     """
@@ -55,7 +55,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no error; warnings may remain."""
+        """Whether no problem is an error; there may be warnings."""
         return all(problem.severity != "error" for problem in self.problems)
 
     def __str__(self) -> str:
@@ -106,20 +106,20 @@ class Findings:
 
 
 def listed(names: list[str]) -> str:
-    """The first names and the number of the others, such as "a, b, c and 2 more"."""
+    """Return the first names and the number of the others, such as "a, b, c and 2 more"."""
     more = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def message_and_remedy(error: Exception) -> tuple[str, str]:
-    """Split an error message of this library into the problem and, at its end, the remedy."""
+    """Split an error message of this library into the problem and the remedy at its end."""
     text = str(error)
     message, _, remedy = text.rpartition(". " if ". " in text else "; ")
     return (message, remedy) if message else (error_text(error), "see the message")
 
 
 def error_text(error: Exception) -> str:
-    """The type and first line of an error."""
+    """Return the type and first line of an error."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:200]}"
 

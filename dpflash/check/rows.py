@@ -1,8 +1,8 @@
 """Checks whether a sample's gradient has the same bits in every row of a batch.
 
 Kernels may round rows differently, for example in the scalar remainder of a vectorized loop. If a
-logical batch has one microbatch more, samples may be in other rows, and so be rounded differently.
-The result is reported, but not as a problem.
+logical batch has one microbatch more, samples may be in other rows and be rounded differently. The
+result is listed in the report, but not as a problem.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_rows(private: PrivateCopy, findings: Findings) -> None:
     """
     subject = private.subject
     size = subject.size
-    # Sample 0 in each row, and the others rotated.
+    # One order for each row: sample 0 is in that row, and the other samples are rotated.
     orders = [[1 + (row + i) % (size - 1) for i in range(size - 1)] for row in range(size)]
     for row, order in enumerate(orders):
         order.insert(row, 0)

@@ -36,8 +36,8 @@ _DATA = (
     "not mask)"
 )
 _BEFORE = (
-    "what was computed from the data before, such as class weights of a loss, scalers and "
-    "vocabularies: it must be public, and counts of private labels are not public"
+    "values computed from the data before, such as class weights of a loss, scalers and "
+    "vocabularies: they must be public, and counts of private labels are not public"
 )
 
 
@@ -47,18 +47,18 @@ def run_check(
     """Test on one batch whether losses[i] and its gradient depend on sample i alone.
 
     Args:
-        model: plain or private; the check works on a plain copy and changes nothing.
-        batch: the argument of loss_fn: a tensor, a tuple or a dict of tensors whose first
-            dimension is the batch, of at least two samples; four to eight are enough. Epsilon
-            does not cover the report, so use data of nobody. Each row is tested as a sample of its
-            own; if users have several rows (unit_of), this is stricter than needed.
-        loss_fn: loss_fn(model, batch) -> losses [B]; must call the model that it is given.
+        model: a plain or private model; the check works on a plain copy and changes nothing.
+        batch: the second argument of loss_fn: a tensor, a tuple or a dict of tensors whose first
+            dimension is the batch, with at least two samples; four to eight are enough. Epsilon
+            does not cover the report, so use made-up or public data. Each row is tested as one
+            sample; if users have several rows (unit_of), this is stricter than needed.
+        loss_fn: loss_fn(model, batch) -> losses [B]; must call the model that is passed to it.
         loss_reduction: "mean" or "sum" as declared to make_private. loss_fn then returns a
             scalar, and the check tests on several batches whether the scalar and its gradient are
             that reduction over the samples.
 
     Returns:
-        A CheckReport: `.ok`, `.problems`, and as text what was and was not checked. It is a
+        A CheckReport: `.ok`, `.problems`, and str() with all comparisons made and skipped. It is a
         test on this batch, not a proof.
 
     Raises:
@@ -77,8 +77,8 @@ def run_check(
     if any(leaves_of(batch, kinds=(PackedBatch,))):
         raise ValueError(
             "batch holds a PackedBatch, whose samples are documents, not rows, which the check "
-            "does not support: pass a batch of documents one a row (dpflash.sampling.PadTo), with "
-            "a loss_fn for it. Packed batches are tested when training begins, see "
+            "does not support: pass a batch of documents one a row (dpflash.sampling.PadTo), and "
+            "a loss_fn for such a batch. Packed batches are tested when training begins, see "
             "make_private(verify_first_batch=...)"
         )
     size = batch_size(batch)
@@ -102,7 +102,7 @@ def _check(
     boundaries: NoiseOff,
     findings: Findings,
 ) -> None:
-    # Copying a private model makes a plain one.
+    # The copy of a private model is a plain model.
     try:
         plain = copy.deepcopy(model)
     except Exception as error:
@@ -123,7 +123,7 @@ def _check(
         findings.not_checked.append(OF_16_BIT)
     subject = widened(first, model, findings) if first_run(first, findings) else None
     if subject is None or not check_state(subject, findings):
-        findings.not_checked.append("everything after the failed run: fix it and check again")
+        findings.not_checked.append("everything after the failed run: fix the run, check again")
         return
     sizes = check_sizes(subject, findings)
     other = frozen(copy.deepcopy(model), findings.unsupported())

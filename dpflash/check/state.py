@@ -1,4 +1,4 @@
-"""Checks that the model's losses are repeatable, and that it takes batches of other sizes."""
+"""Checks that the model's losses are repeatable, and that it accepts batches of other sizes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _EMPTY_REMEDY = (
 
 
 def check_state(subject: Subject, findings: Findings) -> bool:
-    """Report data that a model keeps of a batch, and whether the model is random.
+    """Report values that a model stores from a batch, and whether the model is random.
 
-    Returns False if the losses are not repeatable with the same seed, or a batch raises an error.
+    Return False if the losses are not repeatable with the same seed, or a batch raises an error.
     """
     first = subject.losses(subject.batch).detach()
     left = subject.buffers()
@@ -64,7 +64,7 @@ def check_state(subject: Subject, findings: Findings) -> bool:
         )
         return False
     for name in written:
-        # An unsupported module must be replaced anyway, with its buffers.
+        # A module reported as unsupported must be replaced anyway, with its buffers.
         if (name.rpartition(".")[0] or ITSELF) not in findings.unsupported():
             findings.add(
                 "state",
@@ -88,7 +88,7 @@ def check_state(subject: Subject, findings: Findings) -> bool:
 
 
 def check_sizes(subject: Subject, findings: Findings) -> list[int]:
-    """Return which of the sizes B, B - 1 and 1 work; report the others, and an empty batch."""
+    """Return the batch sizes among B, B - 1 and 1 that work; report the others, and size 0."""
     taken = [subject.size]
     findings.checked.append("an empty batch")
     for size in sorted({subject.size - 1, 1, 0}, reverse=True):

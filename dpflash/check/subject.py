@@ -1,4 +1,4 @@
-"""Runs a copy of the model under test, each time from the same buffers and seed."""
+"""Runs a copy of the tested model, each time from the same buffers and seed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 class Result(NamedTuple):
-    """A loss with its gradients by parameter name, and sizes to which rounding is relative.
+    """A loss, its gradients by parameter name, and the magnitudes of both.
 
-    `sizes` are (absolute value of the loss, norm of the gradients). For a sum of results, each is
-    the sum over the terms.
+    `sizes` are (absolute value of the loss, norm of the gradients), to which rounding errors are
+    relative. In a sum of results they are the sums over the terms.
     """
 
     loss: float
@@ -38,7 +38,7 @@ class Result(NamedTuple):
         return math.isfinite(sum(self.sizes))
 
     def plus(self, factor: float, other: Result) -> Result:
-        """The sum of this result and `factor` times the other result."""
+        """Return the sum of this result and `factor` times the other result."""
         grads = dict(self.grads)
         for name, grad in other.grads.items():
             grads[name] = factor * grad + grads.get(name, 0)
@@ -52,7 +52,7 @@ NOTHING = Result(0.0, {}, (0.0, 0.0))
 
 
 class Subject:
-    """The copy of the model under test: each run starts from the same buffers and seed.
+    """A copy of the tested model, with the loss function and the batch.
 
     Args:
         model: the copy; its dropout is disabled.
@@ -60,7 +60,7 @@ class Subject:
         batch: the batch, of `size` samples.
         size: B.
         loss_reduction: "mean" or "sum" if loss_fn returns a scalar, else None.
-        is_exact: whether results are equal only if all bits are.
+        is_exact: whether results count as equal only if they have the same bits.
 
     Attributes:
         trained: the trainable parameters by name.
@@ -99,7 +99,7 @@ class Subject:
                 module.eval()
 
     def losses(self, batch: Any, seed: int = 0) -> Tensor:
-        """Call loss_fn on a copy of the batch, which loss_fn may change in place."""
+        """Call loss_fn on a copy of the batch, since loss_fn may change it in place."""
         for module, _, name, value in self._buffers:
             module._buffers[name] = value.clone()
         torch.manual_seed(seed)
@@ -111,7 +111,7 @@ class Subject:
         return losses
 
     def result(self, batch: Any, index: int = 0) -> Result:
-        """The loss `losses[index]`, or the scalar, with its gradients."""
+        """Return the loss `losses[index]`, or the scalar, with its gradients."""
         losses = self.losses(batch)
         if losses.ndim != (0 if self.loss_reduction else 1):
             raise ValueError(f"losses of shape {tuple(losses.shape)}")
@@ -122,7 +122,7 @@ class Subject:
         return Result(float(loss.detach()), grads, (abs(float(loss.detach())), norm))
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers after the last run."""
+        """Return copies of the buffers after the last run, by name."""
         return {
             dotted: buffer.detach().clone()
             for module, dotted, name, _ in self._buffers
@@ -130,20 +130,20 @@ class Subject:
         }
 
     def changed(self) -> list[str]:
-        """Names of the changed parameters and other entries of state_dict(), except buffers."""
+        """Return names of changed parameters and other state_dict() entries, except buffers."""
         return self._unchanged.found()
 
     def pick(self, rows: Iterable[int]) -> Any:
-        """A batch of these samples; a sample may occur several times."""
+        """Return a batch of these samples; a sample may occur several times."""
         return rows_of(self.batch, list(rows), self.size)
 
     @property
     def indices(self) -> list[int]:
-        """The samples that are compared one by one: the first, middle and last one."""
+        """The samples that are compared: the first, the middle and the last sample."""
         return sorted({0, self.size // 2, self.size - 1})
 
     def losses_shape(self, size: int) -> tuple[int, ...]:
-        """The shape of loss_fn's result for `size` samples."""
+        """Return the shape of loss_fn's result for `size` samples."""
         return () if self.loss_reduction else (size,)
 
     @functools.cached_property
@@ -153,7 +153,7 @@ class Subject:
             return 0.0
         with _Narrowest() as narrowest:
             self.losses(self.batch)
-        # Above rounding errors, which grow with depth, and below the effect of other samples.
+        # This is above rounding errors, which grow with depth, and below other samples' effect.
         return float(narrowest.eps ** (2 / 3))
 
     @functools.cached_property
@@ -169,7 +169,7 @@ class Subject:
         if a.shape != b.shape or not (a.is_floating_point() and b.is_floating_point()):
             return torch.equal(a, b)
         a, b = a.double(), b.double()
-        # Masks contain infinities; equal infinities are no difference.
+        # Masks contain infinities; the difference of equal infinities is 0.
         difference = torch.where(a == b, 0.0, a - b).nan_to_num(nan=math.inf).norm()
         finite = torch.where(a.isfinite(), a, 0.0).norm()
         return float(difference) <= self.tolerance * float(finite)
@@ -177,7 +177,7 @@ class Subject:
 
 @contextmanager
 def randomness_restored(batch: Any) -> Iterator[None]:
-    """Restore the random states of torch, numpy and Python at the end."""
+    """Restore the random states of torch, NumPy and Python at the end of the with block."""
     devices = sorted(
         {t.device.index or 0 for _, t in tensors_of(batch) if t.device.type == "cuda"}
     )
@@ -191,7 +191,7 @@ def randomness_restored(batch: Any) -> Iterator[None]:
 
 
 class _Narrowest(TorchDispatchMode):
-    """Records the coarsest precision among the results of all operations."""
+    """Records the largest machine epsilon among the dtypes of all operations' results."""
 
     eps = torch.finfo(torch.float64).eps
 

@@ -22,7 +22,7 @@ class _Call(NamedTuple):
 
 
 def locate(subject: Subject, one: Place, two: Place) -> str:
-    """Name of the first module whose inputs for the sample are equal and whose outputs differ."""
+    """Return the first module with equal inputs, but different outputs for the sample."""
     try:
         calls, other_calls = _trace(subject, one), _trace(subject, two)
     except Exception:
@@ -36,7 +36,7 @@ def locate(subject: Subject, one: Place, two: Place) -> str:
 
 
 def coupling_problem(subject: Subject, where: str, message: str) -> tuple[str, str]:
-    """Message and remedy for a module that `locate` returned."""
+    """Return (message, remedy) for a module that `locate` returned."""
     module = subject.model.get_submodule("" if where == ITSELF else where)
     message = (
         "the first module whose output for a sample depends on other samples "
@@ -69,7 +69,7 @@ def _trace(subject: Subject, place: Place) -> list[_Call]:
 
 
 def _rows_of(value: Any, place: Place, module: nn.Module) -> list[Tensor]:
-    """The rows of tensors that belong to the sample; whole tensors if that is ambiguous."""
+    """Return the rows of tensors that belong to the sample; whole tensors if unknown."""
     rows: list[Tensor] = []
     for _, t in tensors_of(value):
         if t.ndim == 0:
@@ -95,7 +95,7 @@ def _remedy(module: nn.Module) -> str:
         return "route each sample separately, without a capacity that the batch shares"
     if "attention" in kind:
         return (
-            "choose keys per sample, as dpflash.patterns.Adaptive does, and not by a mean over "
+            "choose keys for each sample, like dpflash.patterns.Adaptive, and not by a mean over "
             "the batch"
         )
     return "make it per sample: reduce over dimensions 1 and up, never over the first"

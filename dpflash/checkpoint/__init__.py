@@ -1,1 +1,1 @@
-"""Checkpoints: one file (`state`), or a folder that ranks write together (`sharded`)."""
+"""Reads and writes checkpoints: one file (`state`), or a folder of several ranks (`sharded`)."""

@@ -4,7 +4,7 @@
     path/state-<n>-<token>/   tensors, as torch.distributed.checkpoint writes them, and the file
                               ENGINE with all other state
 
-Any number of ranks can read a checkpoint of either kind, file or folder.
+Any number of ranks can read a checkpoint, whether it is a file or a folder.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def save(
         checkpoint.write(path, {"module": tensors, "optimizer": optimized, **own_state()})
         return
     call = f"save_checkpoint(path={str(path)!r})"
-    # Checked first: ranks that differ here would wait for different exchanges.
+    # Compare first: ranks that differ here would wait for different exchanges.
     state = ranks.run_on_all(call, own_state)
     found = checksums(p for p in model.parameters() if not is_sharded(p))
     same = {"releases": state["releases"], "what the parameters have become": found}
@@ -81,7 +81,7 @@ def save(
             shutil.rmtree(path / name, ignore_errors=True)
         raise
     if ranks.is_first:
-        # The checkpoint is complete. If old folders remain, the next save removes them.
+        # The checkpoint is complete; the next save removes old folders that remain.
         with suppress(OSError):
             _remove_others(path, name)
 
@@ -94,21 +94,21 @@ def load(
     ranks: Ranks,
     check: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Read a checkpoint of either kind without changing anything; all ranks call this together.
+    """Read a checkpoint, file or folder, without changing anything; all ranks call this together.
 
-    Returns the engine's state, with "module" for `put` and "optimizer" for load_state_dict; of a
-    sharded parameter they hold this rank's part. `check` raises ValueError for a state that does
-    not fit. A missing, damaged or mismatched checkpoint raises FileNotFoundError or ValueError,
-    and RankError on the other ranks.
+    Returns the engine's state, with "module" for `put` and "optimizer" for load_state_dict, which
+    hold this rank's part of sharded parameters. `check` must raise ValueError for a state that
+    does not match. A missing, damaged or mismatched checkpoint raises FileNotFoundError or
+    ValueError, and RankError on the other ranks.
     """
     path = Path(path)
     call = f"load_checkpoint(path={str(path)!r})"
-    # The first rank finds the current sub-folder. Otherwise ranks could read different ones while
-    # another job saves.
+    # The first rank finds the current sub-folder, since ranks could otherwise read different
+    # sub-folders while another job saves.
     name = ranks.run_on_first(call, lambda: _find(path)).decode()
 
     def read() -> dict[str, Any]:
-        # Read by name, since the pointer may have changed meanwhile.
+        # Read the sub-folder by name, since the pointer may have changed meanwhile.
         state = _read_engine(path, name)
         check(state)
         if name:
@@ -123,7 +123,7 @@ def load(
 
 
 def read_plain(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the engine's state and `extra` of a checkpoint of either kind, without a model."""
+    """Read the engine's state and `extra` of a checkpoint, file or folder, without a model."""
     path = Path(path)
     return _read_engine(path, _find(path).decode())
 
@@ -134,7 +134,7 @@ def put(model: nn.Module, tensors: Mapping[str, Any]) -> None:
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
-    """Full shapes of the model's checkpointed tensors, by their names without wrappers."""
+    """Return the full shapes of the model's checkpointed tensors, by names without wrappers."""
     return checkpoint.shapes_of(_inner(model).state_dict())
 
 
@@ -149,7 +149,7 @@ def _begin(path: Path, releases: int) -> bytes:
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
-    # Remains of an unfinished save could fill the disk.
+    # Remove the remains of an unfinished save, which could fill the disk.
     _remove_others(path, _current(path))
     name = f"state-{releases}-{secrets.token_hex(8)}"
     (path / name).mkdir(mode=0o700)
@@ -174,7 +174,7 @@ def _fill(
         return _split(model, optimizer)
 
     tensors, plain = ranks.run_on_all(call, split)
-    # Slow to import, and needed by few.
+    # Import here, since the import is slow and few runs need it.
     from . import tensor_io
 
     names = tensor_io.write(folder, tensors, call, ranks.everyone)
@@ -226,7 +226,7 @@ def _split(
         name = names[index]
         values[name], specs[name] = {}, {}
         for key, value in entries.items():
-            # Step counts are the same on all ranks, and may be on another device.
+            # Scalars, such as step counts, are equal on all ranks and may be on another device.
             if isinstance(value, Tensor) and (value.ndim or is_sharded(value)):
                 tensors[f"optimizer/{name}/{key}"] = value
                 specs[name][key] = (tuple(value.shape), value.dtype)
@@ -286,7 +286,7 @@ def _read_engine(path: Path, name: str) -> dict[str, Any]:
 
 
 def _take_parts(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Replace the full tensors of a file by this rank's parts."""
+    """Replace the full tensors that were read from a file by this rank's parts."""
     own = _inner(model).state_dict()
     state["module"] = {k: _part(v, own[k]) for k, v in state["module"].items()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -310,7 +310,7 @@ def _read_tensors(
     if names != saved["names"]:
         raise ValueError(
             f"path={str(path)!r}: the checkpoint does not fit the optimizer, which has other "
-            "parameters or another order of parameters. Build it as it was"
+            "parameters or another order of parameters. Build it as in the checkpoint's run"
         )
     for file, digest in _digests(folder, list(state["files"]), ranks).items():
         if digest != state["files"][file]:
@@ -320,7 +320,7 @@ def _read_tensors(
             )
     own = _inner(model).state_dict()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # Not read into the model itself: a failed read would leave it partly overwritten.
+    # Read into new tensors: a failed read would leave the model's tensors partly overwritten.
     targets: dict[str, Any] = {
         f"module/{k}": torch.empty_like(own[k], device="cpu", requires_grad=False)
         for k, shape in state["module"].items()
@@ -350,14 +350,14 @@ def _read_tensors(
 
 
 def _target(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Make the tensor into which the optimizer's state of a parameter is read."""
+    """Return an empty tensor into which the optimizer's state of a parameter is read."""
     if is_sharded(parameter) and tuple(shape) == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=dtype, device="cpu", requires_grad=False)
     return torch.empty(shape, dtype=dtype)
 
 
 def _part(value: Any, own: Any) -> Any:
-    """This rank's part of a full value, sharded as `own` is."""
+    """Return this rank's part of a full tensor, sharded like `own`; return other values whole."""
     if not isinstance(value, Tensor) or not isinstance(own, Tensor) or not is_sharded(own):
         return value
     if value.shape != own.shape:
@@ -389,7 +389,7 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def _digests(folder: Path, names: list[str], ranks: Ranks) -> dict[str, str]:
-    """Digests of this rank's part of the files."""
+    """Return the digests of the files that this rank checks, by name."""
     found = {}
     for name in names[rank_in(ranks.everyone) :: world_size(ranks.everyone)]:
         digest = hashlib.blake2b(digest_size=16)

@@ -21,17 +21,17 @@ from ..privacy.ledger import Ledger
 from ..refusal import PrivateRefusal, warn
 
 FORMAT = "dpflash-checkpoint-4"
-# The only name in the state_dict of an engine. Its value is one text, since
+# The only key in the state_dict of an engine. Its value is one string, since
 # torch.distributed.checkpoint would store each number of a history separately.
 _ENGINE = "dpflash-engine-1"
 _UNITS = "entries of each unit"  # in a sampling scheme: a digest
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any], *, format: str = FORMAT) -> None:
-    """Write a checkpoint atomically: the file is always the old one or the new one.
+    """Write a checkpoint atomically: at any time the file is the old or the new checkpoint.
 
-    Only its owner can read the file: a run with a seed saves its key, from which the noise of the
-    releases can be computed and subtracted.
+    Only the owner can read the file, since a run with a seed saves its key, from which the noise
+    of the releases can be computed and subtracted.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], *, format: str = 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file that only its owner can read; after the block it replaces `path`."""
+    """Open a new file that only its owner can read; after the with block it replaces `path`."""
     outer = sys.exc_info()[1]  # an exception that the caller handles
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
@@ -73,7 +73,7 @@ def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any
         state = torch.load(path, map_location="cpu", weights_only=True)
     except PermissionError:
         raise
-    except (  # OSError: in a truncated file torch seeks to before its start.
+    except (  # OSError: torch seeks to before the start of a truncated file
         RuntimeError,
         EOFError,
         OSError,
@@ -84,7 +84,7 @@ def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any
         TypeError,
     ) as e:
         raise ValueError(
-            f"path={str(path)!r}: not a readable checkpoint (damaged or cut short); use an "
+            f"path={str(path)!r}: not a readable checkpoint (damaged or truncated); use an "
             "earlier copy"
         ) from e
     found = state.get("format") if isinstance(state, dict) else None
@@ -103,12 +103,12 @@ def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any
 
 
 def as_text(state: Mapping[str, Any]) -> dict[str, str]:
-    """Convert the engine's own part of a checkpoint to one text."""
+    """Convert the engine's own part of a checkpoint to a dict of one string."""
     return {_ENGINE: json.dumps(state)}
 
 
 def from_text(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore the engine's own part of a checkpoint from `as_text`; refuse any other value."""
+    """Return the engine's own part of a checkpoint from the result of `as_text`."""
     text = state_dict.get(_ENGINE) if isinstance(state_dict, Mapping) else None
     state = json.loads(text) if isinstance(text, str) else None
     if not isinstance(state, dict):
@@ -127,8 +127,8 @@ def check_model(
 ) -> None:
     """Refuse a checkpoint of another model or optimizer.
 
-    `where` names the checkpoint in messages. `state["module"]` holds tensors or their shapes.
-    `shapes` has the shapes of the model's tensors, by name.
+    `where` names the checkpoint in messages. `state["module"]` holds tensors or shapes. `shapes`
+    holds the shapes of the model's tensors, by name.
     """
     where = f"{where}: the checkpoint does not fit"
     saved = shapes_of(state["module"])
@@ -136,15 +136,15 @@ def check_model(
         names = shapes.keys() | saved.keys()
         different = sorted(k for k in names if shapes.get(k, "") != saved.get(k, ""))
         raise ValueError(
-            f"{where} the model: {', '.join(different[:5])} differ. Build the model as it was"
+            f"{where} the model: {', '.join(different[:5])} differ. Build the model as before"
         )
     groups = state["optimizer"]["param_groups"]
     own = [(len(g["params"]), set(o.defaults)) for o in optimizers for g in o.param_groups]
     if [size for size, _ in own] != [len(g["params"]) for g in groups]:
-        raise ValueError(f"{where} the optimizer's parameter groups. Build it as it was")
+        raise ValueError(f"{where} the optimizer's parameter groups. Build it as before")
     # Schedulers add keys to the groups, so only the optimizer's own options are required.
     if any(not options <= set(g) for (_, options), g in zip(own, groups, strict=True)):
-        raise ValueError(f"{where} the optimizer: its options differ. Build it as it was")
+        raise ValueError(f"{where} the optimizer: its options differ. Build it as before")
 
 
 def check_fits(
@@ -155,16 +155,16 @@ def check_fits(
     mechanism: str,
     ledger: Ledger | None,
 ) -> None:
-    """Refuse a checkpoint, or an engine's own part of one, that does not fit this run.
+    """Refuse a checkpoint, or an engine's own part of a checkpoint, that does not match this run.
 
     `where` names the checkpoint in messages. `own` describes this run: "sampling" is the loader's
-    scheme, "clipping" the kind of clipping, and "shares" has the clipping groups' names and their
-    bounds as fractions of max_grad_norm. `mechanism` is the accountant's name.
+    scheme, "clipping" the argument clipping=, and "shares" has the clipping groups' names and
+    their bounds as fractions of max_grad_norm. `mechanism` is the accountant's name.
     """
     where = f"{where}: the checkpoint does not fit"
     if state["sampling"] != own["sampling"]:
         saved, now = (dict(scheme) for scheme in (state["sampling"], own["sampling"]))
-        # Who owns which entry is private, and guesses could be tested against a digest of it.
+        # The entries' units are private, and guesses could be tested against a digest of them.
         units = saved.pop(_UNITS, None), now.pop(_UNITS, None)
         if None in units:
             saved["unit_of"], now["unit_of"] = (digest is not None for digest in units)
@@ -201,7 +201,7 @@ def check_fits(
             "which lacks the checkpoint's steps. Build PrivacyEngine() without a ledger"
         )
     if ledger.digest(releases) not in (state["ledger_digest"], None):
-        raise ValueError(f"{where} the ledger {ledger.path}: it is of another run. Use its own")
+        raise ValueError(f"{where} the ledger {ledger.path}: it is of another run. Use this one's")
     if ledger.releases < releases:
         raise ValueError(
             f"{where} the ledger {ledger.path}: the ledger has {ledger.releases} releases, the "
@@ -212,7 +212,7 @@ def check_fits(
 def _check_shares(
     where: str, state: Mapping[str, Any], shares: Sequence[tuple[str, float]]
 ) -> None:
-    """Refuse clipping groups whose bounds have other proportions than in the checkpoint's run."""
+    """Refuse clipping groups if the ratios of their bounds differ from the checkpoint's run."""
     saved = state["shares"]
     if len(saved) != len(shares):
         raise ValueError(
@@ -234,7 +234,7 @@ def _check_shares(
 
 
 def shapes_of(values: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
-    """Return the shapes of values that are tensors or shapes; None for other values."""
+    """Return the shape of each value that is a tensor or a shape, and None for other values."""
     return {
         k: tuple(v.shape) if isinstance(v, torch.Tensor) else v if isinstance(v, tuple) else None
         for k, v in values.items()
@@ -277,5 +277,5 @@ def check_extra(extra: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"extra[{name!r}] is a {type(value).__module__}.{type(value).__qualname__}: "
                 "expected plain numbers, strings, tensors, or lists and dicts of them; convert "
-                "it, for instance with float() or str()"
+                "it, for example with float() or str()"
             ) from error

@@ -1,4 +1,4 @@
-"""Tensors in a folder, as torch.distributed.checkpoint writes and reads them."""
+"""Writes and reads tensors in a folder, in the format of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def write(
 ) -> list[str]:
     """Write tensors into a folder that all ranks share; all ranks call this together.
 
-    Each rank writes its part. Returns the names of all files, the same on all ranks. If a rank
-    fails, all ranks raise a RuntimeError that names the exchange.
+    Each rank writes its part. Return the names of all files, which are equal on all ranks. If a
+    rank fails, all ranks raise a RuntimeError that names the exchange.
     """
     try:
         with exchanging(name, group), _quiet():
@@ -34,7 +34,7 @@ def write(
                 storage_writer=dcp.FileSystemWriter(folder),
                 no_dist=group is None,
             )
-    # torch raises this on all ranks; it is not a subclass of Exception.
+    # torch raises CheckpointException on all ranks; it is not a subclass of Exception.
     except CheckpointException as error:
         raise RuntimeError(f"{name}: {_reasons(error)}; nothing was replaced") from error
     assert written.storage_data is not None
@@ -43,9 +43,9 @@ def write(
 
 
 def read_(folder: Path, targets: dict[str, Any], files: frozenset[str]) -> None:
-    """Read tensors into those of `targets`; into a sharded tensor, read this rank's part.
+    """Fill the tensors of `targets`, sharded tensors with this rank's part.
 
-    Each rank reads independently, so that no rank waits for one that failed.
+    Each rank reads independently, so that no rank waits for a rank that failed.
     """
     try:
         with _quiet():
@@ -58,7 +58,7 @@ def read_(folder: Path, targets: dict[str, Any], files: frozenset[str]) -> None:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads a folder without executing anything that it holds."""
+    """Reads a folder without executing any code that its files may contain."""
 
     def __init__(self, folder: Path, files: frozenset[str]):
         super().__init__(folder)
@@ -71,15 +71,15 @@ class _Reader(dcp.FileSystemReader):
         if not all(isinstance(entry, TensorStorageMetadata) for entry in entries):
             raise ValueError("it holds values that are not tensors")
         if any(info.relative_path not in self._files for info in found.storage_data.values()):
-            raise ValueError("it names files that are not its own")
+            raise ValueError("it names files that are not part of the checkpoint")
         return found
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Loads only the classes that torch.distributed.checkpoint's metadata consists of."""
+    """Unpickles only the classes that torch.distributed.checkpoint uses in its metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
-        refused = pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
+        refused = pickle.UnpicklingError(f"{module}.{name} is not part of a checkpoint")
         if "." in name:
             raise refused
         found = super().find_class(module, name) if module in _METADATA_MODULES else None
@@ -109,7 +109,7 @@ def _reasons(error: CheckpointException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress torch's warning that a single process reads or writes, which is intended here."""
+    """Suppress torch's warning that a single process reads or writes, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield

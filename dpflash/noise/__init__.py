@@ -1,6 +1,6 @@
 """Noise that is correlated over the steps: its coefficients, sensitivity and expected error.
 
-Nothing here draws noise or imports torch; `dpflash.step` draws the noise.
+This package neither draws noise nor imports torch; `dpflash.step` draws the noise.
 """
 
 from typing import TYPE_CHECKING

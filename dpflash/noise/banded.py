@@ -1,4 +1,4 @@
-"""`Banded`: noise that is correlated over b steps, as a frozen value."""
+"""`Banded`: an immutable description of noise that is correlated over b steps."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from . import error
 from .reference import FRACTION_BITS
 
 _SHOWN = 4
-_BYTES = 8  # per element of the noise that training keeps
+_BYTES = 8  # bytes per element of the noise that training stores
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Banded:
     r"""Banded Toeplitz noise (BandMF): a release is a clipped sum s_t plus y_t = (C^-1 z)_t.
 
-    C is lower triangular with c_i at (t, t - i) for i < b, and z is independent Gaussian noise of
-    standard deviation noise_multiplier * noise_scale() * max_grad_norm. The releases are
-    C^-1 (C s + z), so it is enough that C s + z, one Gaussian mechanism, is private. Part of a
-    step's noise is subtracted again in the next b - 1 steps. Parameters are sums over steps, so
-    less noise is left in them, at the price of a larger z.
+    C is a lower triangular matrix over the steps with entry c_i at row t, column t - i, for i < b.
+    z is independent Gaussian noise of standard deviation noise_multiplier * noise_scale() *
+    max_grad_norm. The releases are C^-1 (C s + z), so they are private if C s + z, one Gaussian
+    mechanism, is private. Part of a step's noise is subtracted again in the next b - 1 steps.
+    Parameters are sums over steps, so less noise is left in them, although z is larger.
 
     Args:
-        bands: b >= 1. With 1 the noise is independent.
+        bands: b >= 1. With b = 1 the noise is independent.
         coefficients: c_0 = 1 >= c_1 >= ... >= c_(b-1) >= 0, each rounded to a multiple of 2^-8.
             The default, which suits about b steps, is the first b coefficients of the square root
             of the prefix sums; `optimized` finds better coefficients for longer runs.
@@ -42,7 +42,7 @@ class Banded:
         ValueError: an argument is out of its range.
 
     Guarantees:
-        Contributions of one unit that are at least b steps apart meet disjoint rows of C, so
+        Contributions of one unit that are at least b steps apart affect disjoint rows of C, so
         sensitivities are exact for any direction and sign of the contributions. Because the
         coefficients do not increase, their polynomial has no zeros inside the unit circle, so y
         does not grow exponentially.
@@ -102,21 +102,21 @@ class Banded:
     def sensitivity(
         self, *, steps: int, participations: int | None = None, separation: int | None = None
     ) -> float:
-        """Compute the largest L2 change of C s by one unit, over the bound of one contribution.
+        """Compute the largest L2 change of C s by one unit, divided by one contribution's bound.
 
         Args:
             steps: T >= 1.
             participations: the largest number of contributions of a unit; None for no limit.
-            separation: the least distance in steps of two contributions, at least b; None for b.
+            separation: the smallest number of steps between two contributions, >= b; None for b.
 
         Returns:
             The root of the sum of the squared norms of C's columns 0, separation, 2 separation,
-            ..., one for each contribution; T may cut the last column. It is exact, rounded up to a
+            ..., one for each contribution; the last column ends at T. It is exact, rounded up to a
             float, and attained by contributions of the full bound. Without sampling, the releases
             are one Gaussian mechanism of noise_multiplier * noise_scale() / sensitivity.
 
         Raises:
-            ValueError: contributions may be closer than b steps, or an argument is not positive.
+            ValueError: separation is below b, or an argument is not positive.
         """
         separation = self.bands if separation is None else separation
         positive_int(steps=steps, separation=separation)
@@ -133,9 +133,9 @@ class Banded:
         return _root_up(whole * self._squared_norm(self.bands) + sum(rest))
 
     def noise_scale(self) -> float:
-        """Return z's standard deviation over noise_multiplier and bound: the norm of C's columns.
+        """Return the norm of C's columns, rounded up to a float.
 
-        It is rounded up to a float.
+        It is the standard deviation of z divided by noise_multiplier and max_grad_norm.
         """
         return _root_up(self._squared_norm(self.bands))
 
@@ -147,20 +147,20 @@ class Banded:
         steps: int,
         relation: str = ADD_REMOVE,
     ) -> Event:
-        """Return the event of all steps under cyclic Poisson sampling.
+        """Return the privacy event of all steps under cyclic Poisson sampling.
 
-        The dataset is divided into b parts. Step t draws from part t mod b, each sample with
-        probability b * sample_rate. The expected batch is sample_rate times the dataset's size.
+        The dataset is divided into b parts. Step t draws each sample of part t mod b with
+        probability b * sample_rate. The expected batch size is sample_rate * dataset size.
 
         Args:
             noise_multiplier: >= 0, see `noise_scale`.
-            sample_rate: expected batch size over the size of the dataset, at most 1 / b.
+            sample_rate: expected batch size divided by the size of the dataset, at most 1 / b.
             steps: T >= 1.
             relation: the neighboring relation of the event.
 
         Returns:
             ceil(T / b) Poisson-subsampled Gaussians at rate b * sample_rate. If b does not divide
-            T, the last Gaussian has more noise, because its column of C is cut.
+            T, the last Gaussian has more noise, because its column of C ends at T.
 
         Raises:
             ValueError: b * sample_rate is above 1, or an argument is out of its range.
@@ -191,7 +191,7 @@ class Banded:
         return Composed(events=(full, final), relation=relation)
 
     def rate_of_part(self, sample_rate: float) -> float:
-        """Return the probability of a sample in a step that draws from its part: b sample_rate."""
+        """Return b * sample_rate, the probability of a sample in a step that samples its part."""
         rate = self.bands * sample_rate
         if rate > 1 and not math.isclose(rate, 1, rel_tol=1e-9):
             raise ValueError(
@@ -201,7 +201,7 @@ class Banded:
         return min(1.0, rate)
 
     def state_bytes(self, elements: int) -> int:
-        """Return the bytes of the b - 1 tensors of `elements` elements that training keeps."""
+        """Return the bytes of the b - 1 tensors of `elements` elements that training stores."""
         return (self.bands - 1) * _BYTES * elements
 
     def expected_error(
@@ -212,26 +212,26 @@ class Banded:
         weight_decay: float = 0.0,
         statistic: str = "rms",
     ) -> float:
-        r"""Compute the error of the iterates by the noise, for noise_multiplier 1 and bound 1.
+        r"""Compute the error that the noise causes in the iterates, for noise_multiplier 1.
 
-        Without momentum and weight decay, iterates are prefix sums of the releases. In general
-        iterate t is the sum over i <= t of a_(t-i) times release i, where a_0, a_1, ... are the
-        coefficients of 1 / ((1 - momentum x) (1 - (1 - weight_decay) x)). Let B = A C^-1 for the
-        matrix A of these coefficients, so that A (s + y) = A s + B z.
+        The bound is 1 too. Without momentum and weight decay, iterates are prefix sums of the
+        releases. In general iterate t is the sum over i <= t of a_(t-i) times release i, where
+        a_0, a_1, ... are the coefficients of 1 / ((1 - momentum x) (1 - (1 - weight_decay) x)).
+        Let B = A C^-1 for the matrix A of these coefficients, so that A (s + y) = A s + B z.
 
         Args:
             steps: T >= 1, the number of iterates.
             momentum: in [0, 1), as in torch.optim.SGD without dampening.
             weight_decay: the fraction by which a step shrinks a parameter, learning rate times
                 decoupled weight decay, in [0, 1).
-            statistic: "rms" for the root mean square over all iterates, "max" for the last one.
+            statistic: "rms" for the root mean square of all iterates, "max" for the last iterate.
 
         Returns:
             The standard deviation of an element of the iterates, which is the norm of c times
             sqrt(mean over t of sum over i <= t of B_i^2), or of an element of the last iterate.
-            A parameter's error is this value times noise_multiplier, bound and learning rate (over
-            the expected batch size for mean gradients). The square of "rms" is `toeplitz.loss` of
-            jax_privacy.
+            A parameter's error is this value * noise_multiplier * bound * learning rate (divided
+            by the expected batch size for mean gradients). The square of "rms" is `toeplitz.loss`
+            of jax_privacy.
         """
         _check_workload(steps, momentum, weight_decay)
         one_of(statistic=(statistic, ("rms", "max")))
@@ -244,8 +244,8 @@ class Banded:
         """Plot the coefficients of C and C^-1, and the error of prefix sums over the steps.
 
         Args:
-            path: of the PNG; None for ``Banded_b<bands>_T<steps>.png`` in the current folder.
-            steps: T.
+            path: path of the PNG; None for ``Banded_b<bands>_T<steps>.png`` in this folder.
+            steps: T, the number of steps shown.
 
         Returns:
             The path of the PNG.
@@ -268,7 +268,7 @@ class Banded:
         return f"Banded(bands={self.bands}, coefficients=({', '.join(shown)}{comma}))"
 
     def _squared_norm(self, rows: int) -> int:
-        """The squared norm of the first `rows` entries of a column of C, in units of 2^-16."""
+        """Return the squared norm of a column's first `rows` entries, in units of 2^-16."""
         return sum(k * k for k in self.integers[:rows])
 
 
@@ -281,7 +281,7 @@ def _check_workload(steps: int, momentum: float, weight_decay: float) -> None:
 
 
 def _root_up(square: int) -> float:
-    """The least float that is at least sqrt(square) / 2^8."""
+    """Return sqrt(square) / 2^8, rounded up to a float."""
     exact = Fraction(square, 1 << 2 * FRACTION_BITS)
     root = math.sqrt(exact)
     while Fraction(root) ** 2 < exact:

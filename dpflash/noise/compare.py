@@ -21,16 +21,16 @@ from .reference import MOST_NOISE
 
 @dataclass(frozen=True, kw_only=True)
 class BandsOfRun:
-    """A banded noise with its noise multiplier and error in one run.
+    """Banded noise of one number of bands, with its noise multiplier and error in one run.
 
     Attributes:
         noise: the noise, optimized for the run; with one band it is independent.
         batch_size: the run's expected batch size.
-        epochs: the run's epochs.
-        steps: the run's steps.
-        noise_multiplier: the least value that meets the target under cyclic Poisson sampling.
-        expected_error: the error of the iterates with mean gradients (`Banded.expected_error`
-            times the noise multiplier, over the batch size), for bound and learning rate 1.
+        epochs: the run's number of epochs.
+        steps: the run's number of steps.
+        noise_multiplier: the smallest one that meets target_epsilon with cyclic Poisson sampling.
+        expected_error: the error of the iterates with mean gradients, `Banded.expected_error` *
+            noise_multiplier / batch_size, for max_grad_norm and learning rate 1.
     """
 
     noise: Banded
@@ -42,10 +42,10 @@ class BandsOfRun:
 
     @property
     def scaled_error(self) -> float:
-        """The `expected_error` if the learning rates of all steps add up to 1, over the bound.
+        """`expected_error` / steps, the error if the learning rates of all steps add up to 1.
 
-        It compares runs with different numbers of steps: the learning rate grows with the batch
-        size, and falls with the epochs. It is the error by the noise alone, and does not include
+        Use it to compare runs with different numbers of steps: the learning rate then grows with
+        the batch size, and falls with the epochs. It is the error by the noise alone; it ignores
         that a model learns less in fewer and larger steps, or more in more epochs.
         """
         return self.expected_error / self.steps
@@ -69,22 +69,22 @@ def compare_bands(
     """Compare numbers of bands by the error of a run's iterates at one epsilon.
 
     Args:
-        num_samples: size of the dataset (the number of units, if units are drawn).
+        num_samples: size of the dataset (the number of units, if units are sampled).
         batch_size: expected batch size, at most num_samples; or several sizes to compare.
-        epochs: > 0, or several to compare, each of ceil(num_samples / batch_size) steps.
+        epochs: > 0, each of ceil(num_samples / batch_size) steps; or several to compare.
         target_epsilon, target_delta, accountant: see `dpflash.accounting.get_noise_multiplier`.
         bands: numbers of bands to compare, each at most the number of steps and
             num_samples / batch_size; None for powers of two from 1 on, until the error has risen
             twice. Noise of several bands that training could not draw exactly is left out.
-        parameters: the number of trained parameters; pass it with max_memory.
-        max_memory: leave out noise whose tensors (`Banded.state_bytes`) take more bytes.
+        parameters: the number of elements of the trained parameters; pass it with max_memory.
+        max_memory: leave out noise whose tensors (`Banded.state_bytes`) need more bytes than this.
         momentum, weight_decay: see `Banded.expected_error`.
         relation: the neighboring relation of target_epsilon.
 
     Returns:
-        One entry for each number of bands, batch size and epochs, the least `scaled_error` first.
-        If one band is compared, the first entry is never worse than independent noise with Poisson
-        sampling. A last round of fewer steps than bands is charged whole, as in training.
+        One entry for each number of bands, batch size and epochs, the smallest `scaled_error`
+        first. If 1 is among the numbers of bands, the first entry is never worse than independent
+        noise with Poisson sampling. As in training, an incomplete last round is charged whole.
 
     Raises:
         ValueError: an argument is out of its range, or no noise meets the target.
@@ -96,8 +96,8 @@ def compare_bands(
     optional(positive_int, parameters=parameters, max_memory=max_memory)
     if (parameters is None) != (max_memory is None):
         raise ValueError(
-            f"parameters={parameters!r} with max_memory={max_memory!r}: states take memory for "
-            "each parameter; pass both, or neither"
+            f"parameters={parameters!r} with max_memory={max_memory!r}: the memory of the noise "
+            "is computed from the number of parameters; pass both arguments, or neither"
         )
     found = []
     for size, length in product(sizes, lengths):
@@ -142,12 +142,12 @@ def compare_bands(
             )
             found.append(run)
             errors.append(run.expected_error)
-            # Beyond the number of bands with the least error, the error only increases.
+            # For more bands than the number with the smallest error, the error only increases.
             if bands is None and len(errors) > 2 and errors[-3] < errors[-2] < errors[-1]:
                 break
     if not found:
         raise ValueError(
-            f"bands={bands!r}: noise of so many bands would not be exact, or its states take more "
-            f"than max_memory={max_memory!r} bytes; pass fewer bands"
+            f"bands={bands!r}: noise of so many bands would not be exact, or its tensors need "
+            f"more than max_memory={max_memory!r} bytes; pass fewer bands"
         )
     return sorted(found, key=lambda run: run.scaled_error)

@@ -1,4 +1,4 @@
-"""Expected error of banded noise on a workload, and the coefficients with the least error."""
+"""Expected error of banded noise in the iterates, and the coefficients with the least error."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LONG = 256
 
 
 def workload(steps: int, momentum: float, weight_decay: float) -> _Array:
-    """Return by how much a gradient moves the parameters of each later step, at learning rate 1.
+    """Return the effect of a gradient on the parameters after each step, at learning rate 1.
 
-    These `[T]` are the coefficients of 1 / ((1 - momentum x) (1 - (1 - weight_decay) x)).
+    The result `[T]` has the coefficients of 1 / ((1 - momentum x) (1 - (1 - weight_decay) x)).
     """
     impulse = np.zeros(steps)
     impulse[0] = 1.0
@@ -25,27 +25,27 @@ def workload(steps: int, momentum: float, weight_decay: float) -> _Array:
 
 
 def squared_errors(coefficients: _Array, responses: _Array) -> _Array:
-    """Return the variance of the workload's output at each step, `[T]`, for z of variance 1."""
+    """Return the variance of the iterates at each step, `[T]`, for noise z of variance 1."""
     return np.cumsum(divided(responses, coefficients) ** 2)
 
 
 def square_root(bands: int) -> _Array:
-    """Return binom(2 i, i) / 4^i, `[b]`: the coefficients of C with C C = A, the prefix sums."""
+    """Return binom(2 i, i) / 4^i, `[b]`: the coefficients of C, where C C computes prefix sums."""
     i = np.arange(1, bands)
     return np.cumprod(np.concatenate([[1.0], (2 * i - 1) / (2 * i)]))
 
 
 @functools.lru_cache(maxsize=256)
 def optimized(bands: int, steps: int, momentum: float, weight_decay: float) -> tuple[float, ...]:
-    """Find the coefficients with c_0 = 1 and the least mean squared error times column norm^2."""
+    """Find coefficients, c_0 = 1, that minimize mean squared error times squared column norm."""
     from scipy.optimize import minimize
     from scipy.signal import correlate
 
     responses = workload(steps, momentum, weight_decay)
-    weights = np.arange(steps, 0, -1) / steps  # the fraction of rows that have a coefficient of B
+    weights = np.arange(steps, 0, -1) / steps  # fraction of B's rows that contain each B_i
 
     def loss(free: _Array) -> tuple[float, _Array]:
-        """The log of |c|^2 sum of w_i B_i^2, and its gradient, for B = A / C as power series."""
+        """Return log(|c|^2 sum of w_i B_i^2) and its gradient, for power series B = A / C."""
         c = np.concatenate([[1.0], free])
         b = divided(responses, c)
         norm, error = c @ c, (weights * b) @ b
@@ -63,12 +63,12 @@ def optimized(bands: int, steps: int, momentum: float, weight_decay: float) -> t
         bounds=[(0.0, 1.0)] * (bands - 1),
         options={"maxiter": 1000, "ftol": 1e-14, "gtol": 1e-8},
     )
-    # `Banded` requires that coefficients do not increase; every optimum that was tried has this.
+    # `Banded` requires coefficients that do not increase, which held for every optimum tried.
     return (1.0, *np.minimum.accumulate(found.x).tolist())
 
 
 def divided(series: _Array, divisor: _Array) -> _Array:
-    """Divide power series; return as many coefficients as the dividend has."""
+    """Divide two power series; return as many coefficients as `series` has."""
     from scipy.signal import fftconvolve, lfilter
 
     if len(divisor) < _LONG:

@@ -1,4 +1,4 @@
-"""The picture of `Banded.plot`."""
+"""Draws the picture of `Banded.plot`."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from . import error
 
 
 def plot(coefficients: NDArray[np.float64], scale: float, steps: int, path: Path) -> None:
-    """Draw C and C^-1 (left) and the error of each prefix sum (right) into a PNG."""
+    """Write a PNG of the coefficients of C and C^-1 (left) and the error by step (right)."""
     try:
         from matplotlib.figure import Figure
     except ImportError as missing:

@@ -1,24 +1,24 @@
 """Reference implementation of banded noise in Python integers.
 
-Let k_i = 2^8 c_i be the coefficients as integers. In units of the grid, the noise of step t is
+See `Banded` for C, s, y and z; k_i = 2^8 c_i are the coefficients as integers. In units of the
+grid, the noise of step t is
 
     y_t = floor(z_t / 2^8 - sum over 0 < i < b of c_i y_(t-i) + 1/2),
 
-where z_t is in units of 2^-8 of the grid. This rounding, halves up, commutes with adding whole
+where z_t is in units of 2^-8 of the grid. This rounding (of halves up) commutes with adding whole
 numbers; rounding halves to even does not. So, for the clipped sums s in units of the grid,
 
     correlated(2^8 C s + z) == s + correlated(z).
 
-Therefore a release s + y is a function of 2^8 C s + z alone, which is one Gaussian mechanism,
-rounded. If z were rounded to the grid first, the release would also depend on fractions of C s.
+Therefore a release s + y is a function of 2^8 C s + z alone, a rounded Gaussian mechanism. If z
+were rounded to the grid first, the release would also depend on fractions of C s.
 """
 
 from collections.abc import Sequence
 
 # With more bits, z would have to be smaller to be exact in float64 (`dpflash.kernels.noise`).
 FRACTION_BITS = 8
-# The standard deviation of z over the bound must be below this: `_validate._MOST_NOISE`, 2^14,
-# less the 8 bits of the fraction.
+# The standard deviation of z over the bound must be below this: `_validate._MOST_NOISE` / 2^8.
 MOST_NOISE = 2.0**6
 
 
@@ -39,10 +39,10 @@ def correlated(z: Sequence[int], integers: Sequence[int]) -> list[int]:
 
 
 def independent(y: Sequence[int], integers: Sequence[int]) -> list[int]:
-    """Return C y in units of 2^-8 of the grid: z, up to a rounding of at most half a grid unit."""
+    """Return C y in units of 2^-8 of the grid; it is z up to a rounding of half a grid unit."""
     return [(value << FRACTION_BITS) + _past(y[:t], integers) for t, value in enumerate(y)]
 
 
 def _past(y: Sequence[int], integers: Sequence[int]) -> int:
-    """The sum over 0 < i < b of k_i y_(t-i), with t the length of y."""
+    """Return the sum over 0 < i < b of k_i y_(t-i), where t is the length of y."""
     return sum(k * x for k, x in zip(integers[1:], reversed(y), strict=False))

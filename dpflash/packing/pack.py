@@ -19,28 +19,28 @@ from .units import Units
 Parts = list[tuple[Tensor, Tensor | None]]
 
 IGNORED = -100
-# Padding is cut into pieces of 64 tokens.
+# Padding is divided into pieces of 64 tokens.
 _PADDING = 64
-# A document that begins at a multiple of 64 tokens has the same position in vectors and tiles,
-# whatever is packed before it.
+# A document that begins at a multiple of 64 tokens has the same position in SIMD vectors and in
+# tiles, whatever is packed before it.
 EXACT_ALIGN = 64
 
 
 class PackedBatch(dict[str, Tensor]):
-    """Documents that are packed into rows. Its entries are also attributes:
+    """Documents packed into rows: a dict whose entries are also attributes.
 
     - ``input_ids`` `[R, T]`: tokens; 0 in padding.
-    - ``labels`` `[R, T]`: the tokens to predict, unshifted, as Hugging Face's models take them. It
-      is -100 in padding and for the first token of a document or row, which nothing predicts.
+    - ``labels`` `[R, T]`: the tokens to predict, unshifted, as Hugging Face's models require. -100
+      in padding and for the first token of a document or row, which no position predicts.
     - ``sample_index`` `[R, T]`, int64: the index of each token's document; -1 in padding.
     - ``position_ids`` `[R, T]`, int64: positions from the document's first token, or from the
       first token of each row if the document has several rows; 0 in padding.
     - ``cu_seqlens`` `[S]`, int32: borders of documents and of pieces of padding, as positions in
-      all rows joined. The last border is repeated up to length S, which depends on U, R and T
-      alone if each sample is one document.
+      the concatenation of all rows. The last border is repeated up to length S, which depends on
+      U, R and T alone if each sample is one document.
 
     Attributes:
-        units: the positions of the U documents; a document may have none.
+        units: the positions of the U documents; a document may have no position.
         longest: the largest number of tokens that attend to each other.
     """
 
@@ -62,12 +62,12 @@ class PackedBatch(dict[str, Tensor]):
 
     @property
     def max_documents(self) -> int:
-        """U, the number of losses."""
+        """U, the number of documents and of losses; documents may be empty."""
         return self.units.size
 
     @property
     def targets(self) -> Tensor:
-        """`[R, T]`, int64: the next token of each position; -100 if there is none."""
+        """`[R, T]`, int64: the token to predict at each position; -100 for no token."""
         if "targets" in self:
             return self["targets"]
         shifted = torch.full_like(self.labels, IGNORED)
@@ -75,10 +75,10 @@ class PackedBatch(dict[str, Tensor]):
         return shifted
 
     def columns(self, first: int, last: int) -> PackedBatch:
-        """Return the tokens `first` to `last` - 1 of each row.
+        """Return a batch with the tokens `first` to `last` - 1 of each row.
 
         The result has ``targets`` instead of labels, since a model would shift labels within the
-        cut rows. Its ``units`` are cut too; ``cu_seqlens`` and ``longest`` are the whole batch's.
+        shorter rows. ``units`` is restricted too; ``cu_seqlens`` and ``longest`` are unchanged.
         """
         of_tokens = {**self, "targets": self.targets}
         del of_tokens["labels"], of_tokens["cu_seqlens"]
@@ -109,7 +109,7 @@ def _longest(cu_seqlens: Tensor, units: Units) -> int:
 
 
 class Places:
-    """Finds places for documents, one after the other, in rows of equal length.
+    """Assigns positions in rows of equal length to documents, one after the other.
 
     A document longer than a row begins at the first of several empty rows.
 
@@ -128,7 +128,7 @@ class Places:
         self._used = [0] * rows
 
     def add(self, length: int) -> bool:
-        """Place a document; return whether there was room for it."""
+        """Append the next document's positions to `spans`; return False if it does not fit."""
         if len(self.spans) == self._max:
             return False
         if length == 0:
@@ -152,23 +152,23 @@ class Places:
 class PackTo:
     """A `collate_fn` that packs documents into rows. Each document is one sample.
 
-    `make_private` with a DataLoader of this collate_fn draws documents, and packs as many of them
-    into a microbatch as fit. The shapes are public.
+    With a DataLoader of this collate_fn, `make_private` samples documents, and packs as many
+    documents into a microbatch as fit. The shapes are public.
 
     Args:
-        tokens: number of tokens of a microbatch, over all of its rows. A longer document is cut to
-            its first `tokens` tokens.
-        max_documents: U, the most documents of a microbatch, and also its number of losses.
-        rows: R, which must divide tokens. A document longer than a row is cut into windows of one
-            row each. The windows do not attend to each other, but are still one sample.
+        tokens: number of tokens of a microbatch, over all of its rows. A longer document is
+            truncated to its first `tokens` tokens.
+        max_documents: U, the number of a microbatch's losses, and the most documents it can hold.
+        rows: R, which must divide tokens. A document longer than a row is divided into windows of
+            one row each, which do not attend to each other but are still one sample.
         align: documents begin at multiples of `align` tokens in a row; it must divide
             tokens / rows. With a multiple of 64, a document's gradients have the same bits
             wherever it is packed, see docs/packing.md.
 
-    A document is a 1-D tensor or a list of token ids, or a mapping with these as ``input_ids`` and
-    optionally unshifted ``labels`` of the same length. A list of documents is one sample: they are
-    packed one after the other and do not attend to each other. Any other object has no tokens and
-    contributes zero, see "One bad entry" in docs/training.md.
+    A document is a 1-D tensor or a list of token ids, or a mapping with such an ``input_ids`` and
+    optionally unshifted ``labels`` of the same length. A list of documents is one sample, whose
+    documents are packed one after the other and do not attend to each other. Any other object has
+    no tokens and contributes zero, see "One bad entry" in docs/training.md.
 
     Raises:
         ValueError: an argument is not a positive integer, or does not divide as required.
@@ -191,7 +191,7 @@ class PackTo:
         self.align = align
 
     def places(self) -> Places:
-        """Return the places of an empty microbatch."""
+        """Return the `Places` of an empty microbatch."""
         return Places(self.tokens, self.max_documents, self.rows, self.align)
 
     def length_of(self, document: Any) -> int:
@@ -199,9 +199,9 @@ class PackTo:
         return sum(len(tokens) for tokens, _ in self.read(document))
 
     def read(self, document: Any, at_most: int | None = None) -> Parts:
-        """Return (tokens, labels) of each part of a document; none if it is not a document.
+        """Return (tokens, labels) of each part of a document; [] if it is not a document.
 
-        The parts are cut to `at_most` tokens together, by default `tokens`.
+        The parts are truncated to `at_most` tokens together, by default `tokens`.
         """
         parts, left = [], self.tokens if at_most is None else at_most
         for tokens, labels in _parts_of(document):
@@ -210,7 +210,7 @@ class PackTo:
         return parts
 
     def microbatches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Divide documents of these lengths into microbatches; return their indices in each.
+        """Divide documents of these lengths into microbatches; return lists of their indices.
 
         The longest documents are placed first, each in the first microbatch that has room.
         """
@@ -235,8 +235,8 @@ class PackTo:
         """Pack documents that `read` returned into one batch.
 
         Args:
-            given: the documents.
-            room: tokens to reserve for each document, by default its number of tokens.
+            given: the documents, as `read` returns them.
+            room: number of tokens to reserve for each document, by default its own number.
 
         Raises:
             PrivateRefusal: the documents do not fit into one batch.
@@ -246,9 +246,9 @@ class PackTo:
         for reserved in lengths if room is None else room:
             if not places.add(reserved):
                 raise PrivateRefusal(
-                    f"documents do not fit into one batch: max_documents={self.max_documents} of "
-                    f"tokens={self.tokens} together, in rows={self.rows}, is the most. Pass fewer "
-                    "documents, or larger tokens= or max_documents=",
+                    f"documents do not fit into one batch of max_documents={self.max_documents} "
+                    f"and tokens={self.tokens} in rows={self.rows}. Pass fewer documents, or "
+                    "larger tokens= or max_documents=",
                     number=len(places.spans),
                 ) from None
         starts = (start for start, _ in places.spans)
@@ -270,7 +270,7 @@ def pack(
     """Pack documents into one batch; see `PackTo` for the arguments.
 
     Returns:
-        The batch. Document i is sample i; samples after the last document have no tokens.
+        The batch, in which document i is sample i. Samples after the last document are empty.
 
     Raises:
         ValueError: `PackTo` refuses an argument.
@@ -308,7 +308,7 @@ def _entries(units: Units, given: Sequence[Parts]) -> dict[str, Tensor]:
 
 
 def cu_seqlens_of(units: Units, inner: Iterable[int]) -> Tensor:
-    """Return ``cu_seqlens`` of a `PackedBatch`; `inner` has the borders within samples."""
+    """Return ``cu_seqlens`` of a `PackedBatch`; `inner` holds the borders within samples."""
     rows, width = units.shape
     borders = {0, units.positions, *(end for span in units.spans for end in span), *inner}
     borders |= set(range(0, units.positions, width))
@@ -322,7 +322,7 @@ def cu_seqlens_of(units: Units, inner: Iterable[int]) -> Tensor:
 
 
 def _parts_of(sample: Any) -> Parts:
-    """(tokens, labels) of each document of a sample; other objects are left out."""
+    """Return (tokens, labels) of each document of a sample; leave out other objects."""
     several = isinstance(sample, list | tuple) and sample and not isinstance(sample[0], Number)
     if not several or isinstance(sample[0], Tensor) and sample[0].ndim == 0:
         sample = [sample]

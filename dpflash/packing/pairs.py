@@ -16,10 +16,10 @@ from .units import Units
 class Pairs:
     """A `collate_fn` whose samples are pairs of rows; the gradient of each pair is clipped.
 
-    `make_private` with a DataLoader of this collate_fn draws pairs. The privacy unit is the
+    With a DataLoader of this collate_fn, `make_private` samples pairs. The privacy unit is the
     preference pair, and a microbatch has `physical_batch_size` pairs. `engine.backward` takes one
-    loss for each pair, `[B]`, or one for each row, `[2 B]`, and then averages the two of a pair.
-    Give the model `Pairs.rows(batch)`, in which the two rows of a pair follow each other.
+    loss for each pair, `[B]`, or one for each row, `[2 B]`, and then averages the two losses of a
+    pair. Call the model with `Pairs.rows(batch)`, in which a pair's two rows follow each other.
 
     Args:
         collate: function from a list of n entries to a mapping of tensors. A tensor is either
@@ -27,10 +27,10 @@ class Pairs:
             them, or `[n]`, with a number for each pair.
 
     Returns:
-        The mapping, in which tensors `[2 n, ...]` have become `[n, 2, ...]`.
+        The mapping, with tensors `[2 n, ...]` reshaped to `[n, 2, ...]`.
 
     Raises:
-        ValueError: the batch is not a mapping, or a tensor has another shape.
+        ValueError: the batch is not a mapping, or a tensor has neither of these shapes.
     """
 
     ROWS = 2
@@ -54,7 +54,7 @@ class Pairs:
 
     @staticmethod
     def units(size: int) -> Units:
-        """Return the rows of each of `size` pairs as units."""
+        """Return the `Units` of `size` pairs, one unit of two rows for each pair."""
         spans = ((Pairs.ROWS * pair, Pairs.ROWS * (pair + 1)) for pair in range(size))
         return Units((Pairs.ROWS * size,), tuple(spans))
 

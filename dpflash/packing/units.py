@@ -1,6 +1,6 @@
-"""Units: which rows or tokens of a microbatch belong to which privacy unit.
+"""Units: the rows or tokens of a microbatch that belong to each privacy unit.
 
-Packed documents are units of tokens. Users with several entries, and pairs, are units of rows.
+A packed document consists of tokens; a user with several entries, or a pair, consists of rows.
 
 Letters: U units, R rows, T tokens of a row, N positions: R T tokens, or R rows if units are rows.
 """
@@ -55,7 +55,7 @@ class Units:
         return len(self.shape) == 1
 
     def mean(self, values: Tensor) -> Tensor:
-        """Average values `[N]` over each unit: `[U]`, 0 for a unit without positions."""
+        """Average values `[N]` over each unit, to `[U]`; 0 for a unit without positions."""
         index = self.index.to(values.device)
         sums = values.new_zeros(self.size + 1).index_add(0, index, values)
         counts = torch.bincount(index, minlength=self.size + 1).clamp(min=1)
@@ -68,21 +68,21 @@ class Units:
 
     @cached_property
     def index(self) -> Tensor:
-        """`[N]`, int64, on the CPU: the unit of each position; U if it belongs to no unit."""
+        """`[N]`, int64, on the CPU: the unit of each position; U for a position of no unit."""
         index = torch.full((self.positions,), self.size)
         for unit, (start, end) in enumerate(self.spans):
             index[start:end] = unit
         return index
 
     def columns(self, first: int, last: int) -> Units:
-        """Restrict units of tokens to the tokens `first` to `last` - 1 of each row.
+        """Return the units of a batch with the tokens `first` to `last` - 1 of each row.
 
         Units and rows keep their numbers; a unit may have no tokens left.
         """
         (rows, width), kept = self.shape, last - first
 
         def place(position: int) -> int:
-            """Number of kept positions before a position."""
+            """Return the number of kept positions before a position."""
             row, column = divmod(position, width)
             return row * kept + min(max(column - first, 0), kept)
 
@@ -90,16 +90,16 @@ class Units:
         return Units((rows, kept), tuple(s if s[0] != s[1] else (0, 0) for s in spans))
 
     def pieces(self) -> list[tuple[int, int]]:
-        """Return (unit, number of positions) of each part of a unit in a row, in order.
+        """Return (unit, number of positions) of each part of a unit within one row, in order.
 
-        Positions that belong to no unit form parts with unit U.
+        Positions of no unit form parts with unit U.
         """
         key = self.index.view(self.shape) + (self.size + 1) * torch.arange(self.shape[0])[:, None]
         keys, counts = torch.unique_consecutive(key, return_counts=True)
         return list(zip((keys % (self.size + 1)).tolist(), counts.tolist(), strict=True))
 
     def flattened(self, x: Tensor, layer: str) -> Tensor:
-        """Flatten the leading dimensions of x `[*shape, ...]` or `[N, ...]` to one: `[N, ...]`.
+        """Reshape x `[*shape, ...]` to `[N, ...]`; return x `[N, ...]` unchanged.
 
         Raises:
             PrivateRefusal: x has other leading dimensions.
@@ -112,8 +112,8 @@ class Units:
         raise PrivateRefusal(
             f"input of layer '{layer}' does not have one entry for each of the rows of users "
             "(unit_of) or pairs, or for each token of packed documents ([rows, tokens, ...] or "
-            "[rows * tokens, ...]), so the privacy unit of its entries is unknown. Give the model "
-            "all rows in one call, and call it on other data under torch.no_grad()",
+            "[rows * tokens, ...]), so the privacy unit of its entries is unknown. Pass all rows "
+            "to the model in one call, and call it on other data under torch.no_grad()",
             shape=tuple(x.shape),
             batch=self.shape,
         ) from None
@@ -138,18 +138,18 @@ class Units:
         return own.repeat_interleave(n // max(1, self.positions), 0)
 
     def summed(self, x: Tensor) -> Tensor:
-        """Sum x `[n, ...]` over the entries of each unit: `[U, ...]`, in fp32 or wider."""
+        """Sum x `[n, ...]` over the entries of each unit, to `[U, ...]`, in fp32 or wider."""
         return span_sum(x if x.is_floating_point() else x.float(), self.spans_of(len(x)))
 
     def padded(self, x: Tensor) -> Tensor:
-        """Stack the entries of each unit of x `[n, ...]`: `[U, L, ...]`, padded with zeros."""
+        """Stack the entries of each unit of x `[n, ...]` to `[U, L, ...]`, padded with zeros."""
         entries = [x[start:end] for start, end in self.spans_of(len(x))]
         if not any(map(len, entries)):
             return x.new_zeros(self.size, 1, *x.shape[1:])
         return pad_sequence(entries, batch_first=True)
 
     def describes(self, x: Tensor) -> bool:
-        """Whether x `[*shape]` holds unit numbers or positions of tokens, not contents."""
+        """Return whether x `[*shape]` holds unit numbers or positions of tokens, not contents."""
         if self.are_rows or x.is_floating_point() or tuple(x.shape) != self.shape:
             return False
         flat, index = x.detach().flatten().cpu(), self.index
@@ -166,11 +166,11 @@ class Units:
         return True
 
     def order_of(self, source: Tensor) -> Tensor:
-        """`[N]`, int64: for each position, the position whose contents replace its own.
+        """Return for each position the position whose contents replace its own, `[N]`, int64.
 
         Args:
             source: `[U]`, int64: for each unit, the unit whose contents replace its own, repeated
-                or cut to its length.
+                or truncated to its length.
         """
         order = torch.arange(self.positions)
         for unit, other in enumerate(source.tolist()):

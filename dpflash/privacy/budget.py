@@ -10,24 +10,24 @@ WHEN_SPENT = ("raise", "stop")
 
 
 class BudgetSpent(RuntimeError):
-    """A step was refused before it was taken: it would have exceeded the `PrivacyBudget`.
+    """Raised before a step that would exceed the `PrivacyBudget`.
 
-    Nothing was released, charged or written; the batch is dropped.
+    The step releases nothing, is not charged, writes no ledger line, and drops its batch.
     """
 
 
 @naming_unknown_fields
 @dataclass(frozen=True)
 class PrivacyBudget:
-    """A limit on the epsilon of everything that one engine, or one ledger, has released.
+    """A limit on the epsilon of all releases of one engine or of one ledger.
 
     Args:
-        epsilon: the limit at delta, > 0 and finite.
+        epsilon: the largest epsilon allowed at delta, > 0 and finite.
         delta: in (0, 1), well below 1 / number of samples.
         when_spent: with "raise", a step that would exceed the budget raises `BudgetSpent`. With
-            "stop", a loop over the private loader also ends before it draws a batch that no step
-            could release. If earlier runs have spent the budget, `make_private` warns, and the
-            loop ends at once.
+            "stop", the private loader also ends its loop before it samples a batch whose step
+            would exceed the budget. If earlier runs have spent the budget, `make_private` warns,
+            and the loop ends at once.
 
     Raises:
         ValueError: names the argument, its value and what to do.

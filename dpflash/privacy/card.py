@@ -1,4 +1,4 @@
-"""The section of a model card that states the guarantee and what it does not cover."""
+"""Writes the section of a model card on the privacy guarantee and on its limits."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _RELATIONS = {
     "replace_one": "that differ in one {unit}",
 }
 _NOT_COVERED = (
-    "What was computed from the private data before training, such as class weights, scalers, "
+    "Values computed from the private data before training, such as class weights, scalers, "
     "vocabularies and longest lengths.",
     "Training losses, speeds and the other files of the run (report, metrics, checkpoint).",
-    "Other runs on the same data, as of a search, whose epsilon adds to the one above (dpflash "
-    "budget prints the sum), and the choice of this run or checkpoint among several.",
+    "Other runs on the same data, as in a search of settings, whose epsilon adds to the one above "
+    "(dpflash budget prints the sum), and the choice of this run or checkpoint among several.",
     "Data that the model was evaluated on; it did not train the model.",
-    "Whatever a pretrained base model was trained on before, but for the runs above.",
-    "People behind several {unit}s: the guarantee is for one {unit}, and weaker for them.",
+    "The earlier training data of a pretrained base model, except in the runs listed above.",
+    "People with several {unit}s: the guarantee is for one {unit}, and weaker for these people.",
 )
 _OF_OWN_LEDGER = "For the runs of its own ledger alone, the weights"
 
@@ -44,11 +44,11 @@ _OF_OWN_LEDGER = "For the runs of its own ledger alone, the weights"
 def privacy_section(
     report: Mapping[str, Any], unit: str, audit: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Return the lines of the section; it begins with `TITLE` and has headings of level 3.
+    """Return the lines of the section, which begins with `TITLE` and has headings of level 3.
 
     Args:
         report: report of a run. Only values that epsilon covers or that count as public are used.
-            Its "by_run" is the result of `ledger_runs.epsilon_by_run`.
+            Its value "by_run" is the result of `ledger_runs.epsilon_by_run`.
         unit: name of a privacy unit, such as "patient".
         audit: the result of `dpflash audit --run` for the run's settings, or None.
     """
@@ -76,11 +76,11 @@ def privacy_section(
 def with_epsilon(
     report: Mapping[str, Any], spending: Spending, delta: float, *, seeded: bool, base: str | None
 ) -> dict[str, Any]:
-    """Return a run's report together with the epsilon of this run and others in its ledger.
+    """Return a run's report with the epsilon of this run and of other runs in its ledger added.
 
     Args:
-        report: report of the run, see `PrivateRun.report`.
-        spending: spending of the run's engine.
+        report: the result of `PrivateRun.report`.
+        spending: the spending of the run's engine.
         delta: delta at which epsilon is computed.
         seeded: whether the noise was derived from a seed.
         base: name of the pretrained model; None for a new model.
@@ -104,7 +104,7 @@ def with_epsilon(
 
 
 def write_card_and_report(folder: Path, report: dict[str, Any], description: str | None) -> Path:
-    """Write report.json, and write or replace the section of README.md; return its path.
+    """Write report.json, write or replace the section in README.md, return README.md's path.
 
     `description` introduces the model if there is no README.md yet.
     """
@@ -130,7 +130,7 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def follow_umask(folder: Path) -> None:
-    """Give weight files the mode of new files; safetensors lets only their owner read them."""
+    """Give weight files the permissions of new files; safetensors lets only the owner read."""
     new = folder / f".{os.getpid()}.tmp"
     new.touch()
     mode = stat.S_IMODE(new.stat().st_mode)
@@ -141,7 +141,7 @@ def follow_umask(folder: Path) -> None:
 
 
 def weights_digest(folder: Path) -> str | None:
-    """Return SHA-256 of a model's weight files, for the report; None if there are none."""
+    """Return SHA-256 of a model's weight files, for the report; None if there is no such file."""
     found = None
     for path in _weights(folder):
         found = found or hashlib.sha256()
@@ -168,26 +168,26 @@ def _statement(report: Mapping[str, Any], unit: str, weights: str) -> str:
     text = (
         f"{weights} are ({epsilon}, {delta:g})-differentially private: for two data sets "
         f"{relation}, no set of weights is more than e^epsilon times as likely under one as under "
-        "the other, but for a probability of delta."
+        "the other, except with a probability of delta."
     )
     if report.get("private_base"):
         text += (
-            " **The base model was trained privately too:** what its own card states adds to this "
-            "for whoever is in both data sets (`dpflash export --ledgers` computes the sum)."
+            " **The base model was trained privately too:** for people in both data sets, its "
+            "card's epsilon adds to this one (`dpflash export --ledgers` computes the sum)."
         )
     if report["seeded"]:
         text += (
-            " **The run was seeded: to whoever knows the seed the model is not private, since its "
-            "noise can be recomputed. It is for research, not for release.**"
+            " **The run was seeded: the model is not private to a person who knows the seed and "
+            "can recompute its noise. It is for research, not for release.**"
         )
     return text
 
 
 def _rows(report: Mapping[str, Any]) -> dict[str, str]:
     public = report["public"]
-    size = "treated as public, as the length of the longest unit is"
+    size = "treated as public, like the length of the longest unit"
     size = "declared" if public["dataset_size_declared"] else size
-    lost = ", and {} more in its ledger, lost in a crash or of earlier runs"
+    lost = ", and {} more in its ledger, which a crash lost or earlier runs made"
     lost = lost.format(report["lost_steps"]) if report["lost_steps"] else ""
     return {
         "epsilon": _shown(report["epsilon"]),
@@ -211,13 +211,13 @@ def _rows(report: Mapping[str, Any]) -> dict[str, str]:
 def _by_run_part(by_run: Mapping[str, Any], delta: float) -> list[str]:
     if by_run["total"] is None:
         text = (
-            "There is no epsilon of all together, since their privacy units differ. Each row is "
-            "for someone who has one unit in the data there, and none elsewhere."
+            "There is no epsilon of all together, since their privacy units differ. The epsilon "
+            "of each row is for someone with one unit in that run's data, and none elsewhere."
         )
     else:
         text = (
-            "The last row, which the first sentence states, is for someone who has one unit in "
-            "the data of each run. The others are for someone who has one there alone."
+            "The last row, as in the first sentence, is for someone with one unit in the data of "
+            "each run. Each other row is for someone with one unit in that data alone."
         )
     return [
         "### Epsilon by run",

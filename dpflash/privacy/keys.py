@@ -1,6 +1,6 @@
 """The secret keys of a run, from the operating system or from a seed.
 
-A random value is a function of a key and an address, see `dpflash.kernels.noise`.
+All random values are computed from a key and an address, see `dpflash.kernels.noise`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 
 def master_key(seed: int | None = None) -> bytes:
-    """Return a 32-byte key from the operating system, or from a seed for reproducible research."""
+    """Return a 32-byte key: random from the operating system, or derived from a seed."""
     if seed is None:
         return os.urandom(KEY_BYTES)
     if isinstance(seed, bool) or not isinstance(seed, Integral):
@@ -39,7 +39,7 @@ def master_key(seed: int | None = None) -> bytes:
 
 
 def derive_key(key: bytes, purpose: str) -> bytes:
-    """Derive an independent 32-byte key for one purpose: sampling and noise never share bits."""
+    """Derive a 32-byte key for one purpose, independent of the keys for other purposes."""
     return hashlib.blake2b(purpose.encode(), key=key, digest_size=KEY_BYTES).digest()
 
 
@@ -62,7 +62,7 @@ def uniform_words(key: bytes, *, index: int, count: int) -> np.ndarray:
 
 
 class Uncopied:
-    """Base of objects that hold a key: refuses copies and pickles, which would reuse the key."""
+    """Base class of objects that hold a key; refuses copy and pickle, since both reuse the key."""
 
     no_copy: ClassVar[str]  # why there is no copy, and what to do instead
 
@@ -72,23 +72,23 @@ class Uncopied:
 
 
 class RunKeys(Uncopied):
-    """The secret keys of one run, under which no two releases get the same noise or draw.
+    """The secret keys of one run, under which no two releases have the same noise or samples.
 
     The keys are derived from the seed, or come from the operating system. `run` is the unique name
     of the run in the ledger. `branch` names this continuation of the run ("" before a checkpoint
     is loaded).
 
     Guarantees:
-        Without a seed no two continuations of a run share a key. With a seed they do if neither a
-        ledger nor the process knows of both.
+        Without a seed no two continuations of a run share a key. With a seed two continuations
+        share their keys if neither a ledger nor the process knows of both.
     """
 
-    no_copy = "it would make the same noise and draws; build another PrivacyEngine"
+    no_copy = "it would draw the same noise and samples; build another PrivacyEngine"
 
     def __init__(self, seed: int | None, ranks: Ranks, *, ledger_releases: int = 0):
         self.seed = seed
-        # Part of the keys of noise and draws. With a seed it is the ledger's number of releases
-        # when the run begins, or when an older checkpoint is loaded.
+        # Part of the keys of noise and sampling: the ledger's number of releases when the run
+        # began, or when a checkpoint that lacks some of these releases was loaded.
         self.incarnation = ledger_releases
         self._ranks = ranks
         self.master = self._new_master()
@@ -112,8 +112,8 @@ class RunKeys(Uncopied):
     def begin_model(self) -> None:
         """Change the keys for another model, whose releases are counted from 0 again.
 
-        No collectives are called: the run's new name is derived from run and branch, which
-        together are unique to this engine.
+        The run's new name is derived from run and branch, which together are unique to this
+        engine, so that ranks need not communicate.
         """
         self.master = derive_key(self.master, "next model")
         name = f"{self.run} {self.branch}".encode()
@@ -121,7 +121,7 @@ class RunKeys(Uncopied):
         self.branch, self._loaded = "", None
 
     def leave_ranks(self) -> None:
-        """Continue in a forked process, which is not a rank, under new keys."""
+        """Continue in a forked child process, which is not a rank, under new keys."""
         self._ranks = Ranks()
         self.master, self.branch = master_key(), self._new_token()
 
@@ -155,7 +155,7 @@ class RunKeys(Uncopied):
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """The run as plain values. With a seed they contain the key, which the seed determines."""
+        """Return the state as plain values, including the key if it was derived from a seed."""
         state = {
             "incarnation": self.incarnation,
             "run": self.run,
@@ -165,14 +165,14 @@ class RunKeys(Uncopied):
         return state if self.seed is None else {**state, "key": self.master.hex()}
 
     def knows_all(self, state: Mapping[str, Any], releases: int) -> bool:
-        """Whether a checkpoint contains all releases that were made with these keys so far."""
+        """Return whether a checkpoint contains all releases made with these keys so far."""
         own = place_of({**self.state_dict(), "releases": releases})
         return place_of(state) in (own, self._loaded) and state["releases"] == releases
 
     def load_state_dict(self, state: Mapping[str, Any], *, ledger_releases: int | None) -> None:
         """Continue the run of a checkpoint as a new branch; all ranks call this together.
 
-        Without a seed the keys are new. With a seed they are the checkpoint's keys, unless the
+        Without a seed the keys are new. With a seed the checkpoint's keys are used, unless the
         ledger has releases that the checkpoint lacks (ledger_releases is None without a ledger).
         """
         if self.seed is None and state["seed"] is not None:
@@ -184,7 +184,7 @@ class RunKeys(Uncopied):
         self.run, self.seed = state["run"], state["seed"]
         self.incarnation = state["incarnation"]
         if ledger_releases not in (None, state["ledger_releases"]):
-            # The ledger only grows, so no other continuation of this run has used this number.
+            # The ledger only grows, so no other continuation of this run had this incarnation.
             self.incarnation = ledger_releases
         self.branch = self._new_token()
         self.master = self._new_master()
@@ -200,18 +200,18 @@ class RunKeys(Uncopied):
 
 
 def place_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a checkpoint that identifies a run, its continuation and a release."""
+    """Return the part of a checkpoint that identifies a run, its continuation and a release."""
     return {name: state[name] for name in ("run", "incarnation", "branch", "releases")}
 
 
 @dataclass
 class _Claim:
-    """The releases that one engine of this process made in one run."""
+    """The steps that one engine of this process released in one run."""
 
     steps: range
     is_restored: bool
 
 
-# (run, incarnation) -> engine -> its releases. Without a ledger, reused noise can be detected
+# (run, incarnation) -> engine -> its releases. Without a ledger, noise used twice can be detected
 # within one process only.
 _claims: dict[tuple[str, int], dict[int, _Claim]] = {}

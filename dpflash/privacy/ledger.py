@@ -28,8 +28,8 @@ from .privacy_unit import SAMPLE, kind_of, renamed
 # Far above any number of steps or samples, and exact as a float.
 _GREATEST = 10**15
 _KEYS = ("steps", "run", "event", "epsilon", "delta", "accountant", "unit", "digest")
-# Optional keys: "branch" after a checkpoint was loaded, "note" of a line without steps, "about" of
-# a run's first line, "was" of a line that corrects the unit's name.
+# Optional keys: "branch" after a checkpoint was loaded, "note" in a line without steps, "about" in
+# a run's first line, "was" in a line that corrects the unit's name.
 _OTHER_KEYS = {"branch", "note", "about", "was"}
 REFUSED = "ended by a private refusal"
 LOST = "ended with another rank, perhaps by a private refusal"
@@ -39,11 +39,11 @@ _DIGEST_LENGTH = len(_DIGEST % (b"0" * 32))
 
 
 class _Cover(NamedTuple):
-    """The later steps that a line's event covers."""
+    """The later steps whose cost is included in an earlier line's event."""
 
     run: str
     branch: str | None  # None for any branch
-    steps: float  # how many
+    steps: float  # number of these steps; may be inf
 
     def is_of(self, line: LedgerLine) -> bool:
         return self.run == line.run and self.branch in (None, line.branch)
@@ -51,47 +51,47 @@ class _Cover(NamedTuple):
 
 @dataclass(frozen=True)
 class LedgerLine:
-    """One line: the steps it covers and their privacy event."""
+    """One line of the ledger: the steps it covers and their privacy event."""
 
-    # numbers of the steps, counted through the whole ledger from 1
+    # numbers of the first and last step, counted through the whole ledger from 1
     first: int
     last: int
     run: str  # the run that made the steps
-    # privacy event of each step; None if an earlier line already covers its cost
+    # privacy event of each step; None if an earlier line's event includes the cost
     event: Event | None
-    epsilon: float | None  # upper end, over all steps up to `last`; None if it was not computed
-    delta: float | None  # the delta of epsilon
+    epsilon: float | None  # upper bound over all steps up to `last`; None if it was not computed
+    delta: float | None  # the delta at which epsilon was computed
     accountant: str  # name of the accountant that computed epsilon
     digest: str  # digest of all earlier lines and of this line's other values
-    unit: str  # the privacy unit: neighboring datasets differ in one unit
+    unit: str  # the privacy unit in which neighboring datasets differ
     # the continuation of the run that made the steps; "" before a checkpoint was loaded. Two
-    # continuations have different noise, draws and digests.
+    # continuations have different noise, samples and digests.
     branch: str = ""
-    # what happened between two steps; a line with a note covers no step, so last = first - 1
+    # an event between two steps, as text; a line with a note covers no step, so last = first - 1
     note: str | None = None
-    # facts on the run from this line on, see `source.about_run`; None if they did not change
+    # facts about the run from this line on, see `source.about_run`; None if they did not change
     about: Mapping[str, Any] | None = None
-    # in a line that corrects the name of the unit: the old name
+    # the old name of the unit, in a line that corrects the name
     was: str | None = None
 
     @property
     def steps(self) -> int:
-        """The number of steps that the line covers."""
+        """Number of steps that the line covers."""
         return self.last - self.first + 1
 
 
 class Ledger:
     """An append-only file of JSON lines, read when it is opened.
 
-    Each line contains a digest of everything before it, and the file's guard contains a copy of
-    the last line (see `LedgerFile`). `lines` are the lines that the file had when it was opened,
-    and `names` maps each renamed unit to its last name.
+    Each line contains a digest of all bytes before it, and the file's guard contains a copy of the
+    last line (see `LedgerFile`). `lines` are the lines that the file had when it was opened, and
+    `names` maps each renamed unit to its last name.
 
     Guarantees:
         A line is flushed to the disk before `append` returns, so a later crash can only
-        over-count. A file is refused (ValueError) if its lines cannot be read, or if it does not
-        end with the line of its guard because it was changed, truncated or emptied. Only an
-        unfinished last line, whose release was not made, is ever removed.
+        over-count. A file is refused (ValueError) if its lines cannot be read, or if it lacks the
+        line of its guard because it was changed, truncated or emptied. No line is ever removed but
+        an unfinished last line, whose release was not made.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -120,16 +120,16 @@ class Ledger:
 
     @property
     def unit(self) -> str | None:
-        """The privacy unit of the lines, by its last name; None if there is no line."""
+        """The privacy unit of the lines, under its last name; None if there is no line."""
         return self.called(self.lines[-1].unit) if self.lines else None
 
     def called(self, unit: str) -> str:
-        """The last name of a unit, which may have been renamed."""
+        """Return the last name of a unit, which may have been renamed."""
         return self.names.get(unit, unit)
 
     @property
     def head(self) -> str:
-        """SHA-256 of the lines, as `sha256sum FILE` prints it; a kept head proves the lines."""
+        """SHA-256 of the lines, as `sha256sum FILE` prints it; saved elsewhere it proves them."""
         return hashlib.sha256(self.content()).hexdigest()
 
     @property
@@ -153,7 +153,7 @@ class Ledger:
     ) -> None:
         """Write one line for the next `count` steps, and return when it is on the disk.
 
-        `about` is written with the first steps of a run, and whenever it has changed.
+        `about` is written with the first steps of a run, and again whenever it has changed.
         Raises RuntimeError if another process has added to the file or changed it, and OSError if
         the line could not be written; the file is then unchanged.
         """
@@ -173,13 +173,13 @@ class Ledger:
         self._released, self._told = self._running, told
 
     def note(self, note: str, *, run: str, accountant: str, unit: str) -> None:
-        """Write a line without a step, once between two steps; raise the errors of `append`."""
+        """Write a line without a step, unless the last line is this note; errors as `append`."""
         if self._last_note != note:
             nothing = dict.fromkeys(("event", "epsilon", "delta"))
             self._write(0, run=run, **nothing, accountant=accountant, unit=unit, note=note)
 
     def rename(self, name: str) -> tuple[str, str]:
-        """Write a line that renames the users of all lines; return the old and the new unit.
+        """Write a line that renames the unit of all lines; return the old and the new unit.
 
         Raises ValueError if there is no line yet or the units are not users, and the errors of
         `append`.
@@ -202,7 +202,7 @@ class Ledger:
     def _write(self, count: int, **values: Any) -> None:
         record = {"steps": [self.releases + 1, self.releases + count], **values}
         line = _with_digest(json.dumps(record, allow_nan=False).encode(), self._running)
-        # Raises if the next reader would refuse the line.
+        # Parse the line, which raises an error if the next reader would refuse it.
         covered = _covered_after(self._covered, _parse(line))
         running = self._running.copy()
         running.update(line)
@@ -210,14 +210,14 @@ class Ledger:
         self.releases += count
         self._covered = covered
         self._running, self._last_note = running, values.get("note")
-        # Set last: if the process is interrupted before this, the next line is refused.
+        # Set `_tail` last: if the process is interrupted before, the next line is refused.
         self._tail = tail
 
     def _store(self, line: bytes) -> Tail:
         return self._file.append(line, self._tail)
 
     def digest(self, releases: int | None = None) -> str | None:
-        """Digest of the lines up to a step, by default the last; None if the step is missing."""
+        """Return the digest of the lines up to a step (None: the last), or None without it."""
         wanted = self.releases if releases is None else releases
         if wanted > self.releases:
             return None
@@ -231,7 +231,7 @@ class Ledger:
         return _hash(b"".join(raw[:taken])).hexdigest()
 
     def content(self) -> bytes:
-        """Bytes of the lines that this object read or wrote; raise if the file differs."""
+        """Return the bytes of the lines that this object read or wrote; raise if they changed."""
         content = self._file.read()[0][: self._tail.size]
         if _hash(content).digest() != self._running.digest():
             self._file.refuse_changed()
@@ -275,9 +275,9 @@ class Ledger:
             if self.lines or self._tail.unfinished:
                 raise ValueError(
                     f"ledger {self.path}: its guard {where} is missing, so it is unknown whether "
-                    "lines were removed. Copy it too from where the ledger came from. A copy of "
-                    "the ledger without its guard can be verified by dpflash ledger verify "
-                    f"--head or --public-key. {repair}"
+                    "lines were removed. Copy it too if the ledger was copied. A copy of the "
+                    "ledger without its guard can be verified by dpflash ledger verify --head or "
+                    f"--public-key. {repair}"
                 )
             return
         if not guard and len(self.lines) > 1:
@@ -286,7 +286,7 @@ class Ledger:
                 f"ledger {self.path} has {len(self.lines)} lines, and its guard {where} is empty, "
                 f"so it is unknown whether lines were removed. Restore it from a copy. {repair}"
             )
-        # After a crash the guard may have an older line, since it reaches the disk after the line.
+        # After a crash the guard may hold an older line, since it is written after the file.
         if not guard or guard in content.splitlines(keepends=True):
             return
         try:
@@ -311,7 +311,7 @@ class Ledger:
 
 
 class LedgerCopy(Ledger):
-    """A copy in memory of the ledger that the first rank writes, for the other ranks."""
+    """The other ranks' copy in memory of the ledger that the first rank writes."""
 
     def __init__(self, path: str | os.PathLike[str], content: bytes):
         self._held = content
@@ -331,7 +331,7 @@ class LedgerCopy(Ledger):
 
 
 def today() -> str:
-    """The day in UTC. Lines have no time, since times show how many microbatches a step took."""
+    """Return the day in UTC; a time of day would show the number of microbatches of a step."""
     return datetime.now(timezone.utc).date().isoformat()
 
 
@@ -410,16 +410,16 @@ def _check_digest(raw: bytes, before: hashlib.blake2b) -> None:
 
 
 def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:
-    """Return the later steps that are paid for after this line; `covered` are those before it."""
+    """Return the later steps whose cost is included after this line; `covered`: before it."""
     if line.note is not None:
         return covered
     own = covered if covered is not None and covered.is_of(line) else None
     if line.event is None:
         if own is None or own.steps < line.steps:
             raise ValueError(
-                "event=null is for the later steps of an epoch (shuffled, or of random "
-                "allocation), or of a round of cyclic draws, but no earlier line of the same run "
-                "covers its epoch or round"
+                "event=null is for the later steps of an epoch (of shuffled batches or random "
+                "allocation) or of a round of cyclic Poisson sampling, but no earlier line of the "
+                "same run covers its epoch or round"
             )
         return own._replace(steps=own.steps - line.steps)
     if isinstance(line.event, ShuffledGaussian):
@@ -434,7 +434,7 @@ def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:
 
 
 def _names_after(names: dict[str, str], line: LedgerLine) -> dict[str, str]:
-    """Return the last name of each renamed unit after this line; `names` are those before it."""
+    """Return the last name of each renamed unit after this line; `names`: before it."""
     if line.was is None:
         return names
     known = {line.was: line.was, **names}
@@ -442,7 +442,7 @@ def _names_after(names: dict[str, str], line: LedgerLine) -> dict[str, str]:
 
 
 def _is_name(value: object) -> bool:
-    # Characters that do not print could hide other lines in a terminal.
+    # Unprintable characters could hide other lines in a terminal.
     return isinstance(value, str) and value != "" and value.isprintable()
 
 

@@ -27,21 +27,21 @@ class Tail:
     size: int  # bytes of all complete lines
     last: bytes  # the last complete line; b"" if there is none
     unfinished: bytes  # bytes after the last complete line
-    guard: bytes | None  # content of the guard; None if there is none
+    guard: bytes | None  # content of the guard file; None if it does not exist
 
 
 class LedgerFile:
-    """A file that only grows, line by line, and its guard.
+    """A file to which lines are only appended, and its guard.
 
     The guard is a second file, `<file>.guard`, with a copy of the last line. It is created before
     the first line is appended, and replaced after each line. Every append holds an exclusive
-    `flock` of the file and calls fsync twice; the first append calls it two more times.
+    `flock` of the file and calls fsync twice; the first append calls it four times.
 
     Guarantees:
-        A line whose `append` returned is in the file, and the guard is that line or a later one,
-        whenever any process dies. So a file without its guard's line was truncated or changed, and
-        an unfinished last line belongs to an `append` that did not return.
-        A failed `append` removes only bytes that it wrote.
+        A line whose `append` returned is in the file, and the guard holds that line or a later
+        one, even if a process dies at any time. So a file that lacks its guard's line was
+        truncated or changed, and an unfinished last line belongs to an `append` that did not
+        return. A failed `append` removes only bytes that it wrote.
 
     Raises:
         ValueError: this platform has no `flock`.
@@ -81,9 +81,9 @@ class LedgerFile:
     def append(self, line: bytes, tail: Tail) -> Tail:
         """Write one line, with its newline, and return when it and the guard are on the disk.
 
-        `tail` is the end of the file when this process last read or wrote it; return the new end.
-        Raises RuntimeError if the file or its guard was changed since, and OSError if they could
-        not be written; the file is then unchanged.
+        `tail` is the end of the file when this process last read or wrote it. Return the new end.
+        Raises RuntimeError if the file or its guard was changed since then, and OSError if they
+        could not be written; the file is then unchanged.
         """
         # A missing file is created only if it had no lines.
         new = tail.size == 0 and not self._file.exists()
@@ -99,7 +99,7 @@ class LedgerFile:
         return Tail(tail.size + len(line), line, b"", line)
 
     def refuse_changed(self) -> NoReturn:
-        """Raise the RuntimeError for a file that was changed by another process."""
+        """Raise RuntimeError, since another process has changed the file."""
         raise RuntimeError(
             f"ledger {self.path} or its guard {self.guard_path} was changed or removed by another "
             "process or engine, so this engine's record of the privacy spent is incomplete. "
@@ -143,7 +143,7 @@ class LedgerFile:
     def _write(self, handle: int, line: bytes, tail: Tail) -> None:
         if tail.unfinished:
             os.ftruncate(handle, tail.size)
-        # If a process died before it wrote the guard, write it now, so that it never lags by two.
+        # Write the guard now if a process died before it did, so that it lags by one line at most.
         if tail.guard != tail.last or tail.size == 0:
             self._write_guard(tail.last, handle)
             flush_folder(self.guard_path.parent)
@@ -176,9 +176,9 @@ class LedgerFile:
             os.close(handle)
 
     def _write_guard(self, line: bytes, like: int) -> None:
-        """Replace the guard atomically; no flush of the folder, since the old guard is valid."""
+        """Replace the guard atomically, without flushing the folder: the old guard stays valid."""
         temporary = Path(f"{self.guard_path}.tmp")
-        temporary.unlink(missing_ok=True)  # of a process that died
+        temporary.unlink(missing_ok=True)  # a process that died may have left it
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.fchmod(handle, stat.S_IMODE(os.fstat(like).st_mode))

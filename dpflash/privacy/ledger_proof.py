@@ -1,7 +1,7 @@
-"""Verifies a ledger against heads that somebody kept, and against signatures of heads.
+"""Verifies a ledger against hashes (heads) saved elsewhere, and against signatures of heads.
 
-The head of a ledger is the SHA-256 of its lines. Whoever can write the file can rewrite all lines
-with matching digests; only a head or a signature that was kept elsewhere detects this.
+The head of a ledger is the SHA-256 of its lines. A person who can write the file can rewrite all
+lines with matching digests; only a head or a signature saved elsewhere detects this.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _MADE = "make one by dpflash ledger key FILE, or openssl genpkey -algorithm ed25
 
 @dataclass(frozen=True)
 class Signature:
-    """An Ed25519 signature of a ledger's first lines. Key and signature are in hexadecimal."""
+    """An Ed25519 signature of a ledger's first lines."""
 
-    lines: int
-    head: str
+    lines: int  # number of lines that are signed
+    head: str  # SHA-256 of these lines
     day: str
-    key: str  # the public key
-    signature: str
+    key: str  # the public key, in hexadecimal
+    signature: str  # in hexadecimal
 
     @property
     def statement(self) -> bytes:
@@ -41,7 +41,7 @@ class Signature:
         return f"dpflash ledger, lines {self.lines}, head {self.head}, {self.day}\n".encode()
 
     def is_valid(self) -> bool:
-        """Whether the holder of the key has signed the statement."""
+        """Return whether the owner of the key has signed the statement."""
         try:
             key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.key))
             key.verify(bytes.fromhex(self.signature), self.statement)
@@ -52,13 +52,13 @@ class Signature:
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of `verify` for a sound ledger."""
+    """The result of `verify` for an unchanged ledger."""
 
     ledger: Ledger
     head: str
-    kept: int | None  # number of lines that the kept head covers; None if no head was passed
-    signatures: list[Signature]  # all signatures beside the ledger, which are valid
-    is_alone: bool  # whether the guard, which detects lines cut from the end, is missing
+    kept: int | None  # number of lines that the head passed covers; None if no head was passed
+    signatures: list[Signature]  # the valid signatures in the ledger's file of signatures
+    is_alone: bool  # whether the guard, which detects lines removed at the end, is missing
 
 
 def heads(content: bytes) -> list[str]:
@@ -74,15 +74,15 @@ def heads(content: bytes) -> list[str]:
 def verify(
     path: str | os.PathLike[str], *, head: str | None = None, key: str | None = None
 ) -> Proof:
-    """Check a ledger against its own digests, and against a kept head and signatures.
+    """Check a ledger against its own digests, a head saved elsewhere, and signatures.
 
     Args:
         path: path of the ledger. If head or key is passed, `<path>.guard` may be missing.
-        head: a head that was kept.
+        head: the ledger's head at an earlier time, saved elsewhere.
         key: a public key, see `public_key`; the ledger must have a signature of this key.
 
     Raises:
-        ValueError: the ledger was changed or cut, or lacks a signature; the message says where.
+        ValueError: the ledger was changed or truncated, or lacks the signature.
     """
     file = LedgerFile(path)
     is_alone = not file.guard_path.exists() and (head, key) != (None, None)
@@ -91,7 +91,7 @@ def verify(
     if head is not None and head not in own[1:]:
         raise ValueError(
             f"ledger {path}: it never had the head {head}: lines that this head covers were "
-            "changed, or cut from the end"
+            "changed, or removed at the end"
         )
     signatures = read_signatures(path)
     for number, one in enumerate(signatures, start=1):
@@ -103,9 +103,9 @@ def verify(
             )
         if not 1 <= one.lines < len(own) or own[one.lines] != one.head:
             raise ValueError(
-                f"ledger {path}: signature {number} is of {one.lines} lines with the head "
-                f"{one.head}, which the ledger does not have: lines were changed, or cut from its "
-                "end, or the signature belongs to another ledger"
+                f"ledger {path}: signature {number} is for {one.lines} lines with the head "
+                f"{one.head}, which the ledger does not have: lines were changed or removed at "
+                "the end, or the signature belongs to another ledger"
             )
     if key is not None and key not in [one.key for one in signatures]:
         raise ValueError(
@@ -116,7 +116,7 @@ def verify(
 
 
 def sign(path: str | os.PathLike[str], private_key: Ed25519PrivateKey) -> Signature:
-    """Verify a ledger, and add a signature of all its lines to the file beside it."""
+    """Verify a ledger, and append a signature of all its lines to its file of signatures."""
     proof = verify(path)
     if not proof.ledger.lines:
         raise ValueError(f"ledger {path} has no line yet: sign it after the first step")
@@ -129,12 +129,12 @@ def sign(path: str | os.PathLike[str], private_key: Ed25519PrivateKey) -> Signat
 
 
 def signatures_path(path: str | os.PathLike[str]) -> Path:
-    """The file with the signatures of a ledger, beside it."""
+    """Return the path of a ledger's file of signatures, in the ledger's folder."""
     return Path(f"{os.path.realpath(path)}.signatures")
 
 
 def read_signatures(path: str | os.PathLike[str]) -> list[Signature]:
-    """Return the signatures beside a ledger. Raises ValueError if their file is damaged."""
+    """Return a ledger's signatures; raise ValueError if the file of signatures is damaged."""
     where = signatures_path(path)
     if not where.exists():
         return []
@@ -144,10 +144,10 @@ def read_signatures(path: str | os.PathLike[str]) -> list[Signature]:
             one = Signature(**json.loads(line))
             names = (one.head, one.day, one.key, one.signature)
             if type(one.lines) is not int or not all(isinstance(n, str) for n in names):
-                raise ValueError("expected a number of lines, and texts")
+                raise ValueError("expected a number of lines and four strings")
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(
-                f"ledger {path}: line {number} of {where} is no signature ({error}): the file "
+                f"ledger {path}: line {number} of {where} is not a signature ({error}): the file "
                 "of signatures was changed. Restore it from a copy"
             ) from error
         found.append(one)
@@ -155,7 +155,7 @@ def read_signatures(path: str | os.PathLike[str]) -> list[Signature]:
 
 
 def make_key(path: str | os.PathLike[str]) -> Path:
-    """Write a new private key, which only its owner can read, and the public key beside it."""
+    """Write a new private key, which only its owner can read; return the public key's file."""
     key, beside = Ed25519PrivateKey.generate(), Path(path).with_suffix(".public.pem")
     plain = serialization.NoEncryption()
     for where in (beside, Path(path)):
@@ -188,7 +188,7 @@ def private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
 
 
 def public_key(path: str | os.PathLike[str]) -> str:
-    """Read a public key, and return it in hexadecimal, as in signatures."""
+    """Read a public key and return it in hexadecimal, like `Signature.key`."""
     try:
         key = serialization.load_pem_public_key(Path(path).read_bytes())
     except ValueError as error:

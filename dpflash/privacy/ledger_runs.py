@@ -1,4 +1,4 @@
-"""The runs of a ledger: the steps, spending and recorded facts of each run."""
+"""Splits a ledger into runs: the steps, spending and recorded facts of each run."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def opened(paths: Iterable[str | os.PathLike[str]]) -> list[Ledger]:
 def together(ledgers: Sequence[Ledger], accountant: str) -> tuple[Spending, list[LedgerLine]]:
     """Return the joint spending of several ledgers of the same data, and their lines.
 
-    If several ledgers contain the same line of an engine, since one is a copy, the line is counted
-    once (each run has a random name). Lines appended by hand are counted in each ledger, since
+    A line that an engine wrote is counted once, even if several ledgers contain it because one is
+    a copy (each run has a random name). A line appended by hand is counted in each ledger, since
     equal lines may belong to two releases.
     """
     if len({ledger.path.resolve() for ledger in ledgers}) < len(ledgers):
         names = [str(ledger.path) for ledger in ledgers]
-        raise ValueError(f"ledgers={names}: one is given twice; pass each once")
+        raise ValueError(f"ledgers={names}: one is given twice; pass each ledger once")
     # Check each ledger against the epsilon in its own lines before its events are added.
     spending, *_ = [Spending(accountant, ledger=ledger) for ledger in ledgers]
     lines = list(ledgers[0].lines)
@@ -53,7 +53,7 @@ def together(ledgers: Sequence[Ledger], accountant: str) -> tuple[Spending, list
 
 
 def by_run(lines: Iterable[LedgerLine]) -> list[list[LedgerLine]]:
-    """Group the lines by run, without notes."""
+    """Return one list of lines for each run, without notes."""
     runs: dict[str, list[LedgerLine]] = {}
     for line in lines:
         if line.note is None:
@@ -62,7 +62,7 @@ def by_run(lines: Iterable[LedgerLine]) -> list[list[LedgerLine]]:
 
 
 def alone(lines: Iterable[LedgerLine], spending: Spending) -> Spending:
-    """Return the spending of one run's lines alone, under the relation of all runs together."""
+    """Return the spending of one run alone, under the relation common to all runs."""
     own = Spending(spending.accountant.mechanism(), relation=spending.relation)
     for line in lines:
         if line.event is not None:
@@ -81,8 +81,8 @@ def epsilon_by_run(
     """Return epsilon of each run, each ledger and all together, as plain values for a model card.
 
     Returns:
-        A dict of "rows" (name, steps, privacy unit, relation, epsilon) and "total" (values of a
-        report for all of them, or None if privacy units differ). None if there is only one run.
+        A dict of "rows" (name, steps, privacy unit, relation, epsilon) and "total" (epsilon and
+        relation of all together, None if privacy units differ). None if there is only one run.
     """
     rows: list[tuple[Any, ...]] = []
 
@@ -105,7 +105,7 @@ def epsilon_by_run(
 
 
 def runs_of(lines: Iterable[LedgerLine]) -> list[dict[str, Any]]:
-    """Return one entry per run and event. A line without an event has its run's last event."""
+    """Return one dict per run and event. A line without an event has its run's last event."""
     last: dict[str, Event | None] = {}
     names: dict[str, str | None] = {}
     steps: dict[tuple[str, Event | None], int] = {}
@@ -135,13 +135,13 @@ def _sample_rate(event: Event | None) -> float | None:
 
 
 def label(run: dict[str, Any]) -> str:
-    """Return the name of a run, with digits that distinguish runs of the same name."""
+    """Return a run's name with the first digits of its random name, which make it unique."""
     short: str = run["run"][:_SHOWN]
     return short if run["name"] is None else f"{run['name']} ({short})"
 
 
 def cell(value: Any) -> str:
-    """Return a value's text for a table; the short form is used only if it is exact."""
+    """Return a value's text for a table, with six digits if these are exact."""
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
     return "-" if value is None else str(value)
@@ -157,7 +157,7 @@ def corrections_of(lines: Iterable[LedgerLine]) -> list[dict[str, Any]]:
 
 
 def kept_of(lines: Iterable[LedgerLine], *keys: str) -> list[str]:
-    """Return the distinct recorded facts of the runs under `keys`, such as "day", in order."""
+    """Return the distinct facts that the runs recorded under `keys`, such as "day", in order."""
     found = [[line.about.get(key) for key in keys] for line in lines if line.about]
     return list(dict.fromkeys(", ".join(map(cell, v)) for v in found if None not in v))
 

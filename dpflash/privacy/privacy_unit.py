@@ -1,4 +1,4 @@
-"""Names of privacy units; neighboring datasets differ in one unit."""
+"""Names of privacy units, in one of which neighboring datasets differ."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ _USERS = (USER, USER_OF_FIXED_GRAPH)
 
 
 def named(unit: str, name: str | None) -> str:
-    """Return the unit with the name of its users, such as "user: patient"."""
+    """Return the unit with its unit_name, such as "user: patient"."""
     return unit if name is None else f"{unit}: {name}"
 
 
 def kind_of(unit: str) -> str:
-    """Return the unit without the name of its users."""
+    """Return the unit without its unit_name, such as "user" for "user: patient"."""
     return unit.split(": ")[0]
 
 
 def renamed(unit: str, name: str) -> str:
-    """Return a unit of users with another name; raise ValueError for other units."""
+    """Return a unit of users with another unit_name; raise ValueError for other units."""
     words(unit_name=name)
     if kind_of(unit) not in _USERS:
         raise ValueError(
-            f"unit_name={name!r}: the privacy unit is a {unit!r}, each of which was drawn and "
-            "clipped by itself; only users (unit_of, or dpflash train --unit folder) have a name"
+            f"unit_name={name!r}: the privacy unit is {unit!r}, and each was sampled and clipped "
+            "by itself; only users (unit_of, or dpflash train --unit folder) have a unit_name"
         )
     return named(kind_of(unit), name)
 
 
 def has_several_rows(unit: str | None) -> bool:
-    """Whether a unit may have several rows of a batch."""
+    """Return whether a unit may have several rows of a batch."""
     return unit is not None and kind_of(unit) in (PREFERENCE_PAIR, *_USERS)
 
 
 def is_unnamed(unit: str) -> bool:
-    """Whether units are users without a name."""
+    """Return whether units are users without a unit_name."""
     return unit in _USERS

@@ -1,11 +1,11 @@
 """PublicGradients: gradients of public data, stored apart from the clipped sums until the step.
 
-    with engine.public_data():      # no clipping gates; every `.grad` is None at first
+    with engine.public_data():      # layers do not clip; every `.grad` is None at first
         loss.backward()             # autograd writes `.grad`, as in ordinary training
-                                    # gradients are stored, and `.grad` is restored
-    optimizer.step()                # release + public gradients, or public gradients alone
+                                    # at the end gradients are stored, and `.grad` is restored
+    optimizer.step()                # noisy gradient + public gradient, or the latter alone
 
-A clipped sum and a public gradient are never in the same `.grad` before the release is made.
+A clipped sum and a public gradient are never in the same `.grad` before noise was added.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..distributed.mesh import Ranks
 
 
 class PublicGradients:
-    """Gradients of the privately trained parameters on public data, until the next step."""
+    """Stores the trained parameters' gradients on public data until the next step."""
 
     def __init__(self, trained: Sequence[nn.Parameter], names: dict[nn.Parameter, str]):
         self._trained = tuple(trained)
@@ -35,21 +35,21 @@ class PublicGradients:
 
     @property
     def are_waiting(self) -> bool:
-        """Whether there are public gradients for the next step."""
+        """Whether public gradients are stored for the next step."""
         return bool(self._waiting)
 
     @property
     def names(self) -> list[str]:
-        """Names of the parameters with a waiting gradient."""
+        """Names of the parameters with a stored public gradient."""
         return [self._names[p] for p in self._trained if p in self._waiting]
 
     @property
     def is_inside(self) -> bool:
-        """Whether a region of public data is open."""
+        """Whether a `with engine.public_data()` block is open."""
         return self._is_inside
 
     def refuse_inside(self, call: str) -> None:
-        """Raise a RuntimeError if a region of public data is open."""
+        """Raise RuntimeError if a `with engine.public_data()` block is open."""
         if self._is_inside:
             raise RuntimeError(
                 f"{call} inside engine.public_data(), where only forwards and backwards of public "
@@ -57,7 +57,7 @@ class PublicGradients:
             )
 
     def refuse_gate(self) -> None:
-        """Raise RuntimeError if a clipping gate runs while a region of public data is open."""
+        """Raise RuntimeError if a clipped backward runs in `with engine.public_data()`."""
         if self._is_inside:
             self._reached_gate = True
             for parameter in self._trained:
@@ -74,7 +74,7 @@ class PublicGradients:
         )
 
     def refuse_ranks(self, ranks: Ranks) -> None:
-        """Raise if parameters are sharded over other ranks than those of the data dimension."""
+        """Raise if parameters are sharded over ranks other than those of the data dimension."""
         for parameter, name in self._names.items():
             if not is_sharded(parameter):
                 continue
@@ -82,7 +82,7 @@ class PublicGradients:
             if ranks.context is not None or size != ranks.data_size:
                 raise ValueError(
                     f"engine.public_data() with parameter '{name}' sharded over "
-                    f"{size} ranks, of {ranks.data_size} with other samples"
+                    f"{size} ranks, but only {ranks.data_size} with different samples"
                     f"{'' if ranks.context is None else ' and a context'}: fully_shard averages "
                     "public gradients only over the ranks that it shards over. Shard over "
                     "mesh['data'], without a context, or train on public data in its own run"
@@ -90,9 +90,9 @@ class PublicGradients:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Store the gradients that the block computes; `.grad` is None at first, then restored.
+        """Store the gradients that the with block computes; set `.grad` to None, then restore it.
 
-        An exception drops the block's gradients. A clipping gate in the block raises one.
+        If the block raises an exception, or runs a clipped backward, its gradients are dropped.
         """
         self.refuse_inside("engine.public_data()")
         held = {parameter: parameter.grad for parameter in self._trained}
@@ -116,23 +116,23 @@ class PublicGradients:
         if grad.layout != torch.strided:
             grad = grad.to_dense()
         waiting = self._waiting.get(parameter)
-        # A copy: DistributedDataParallel may keep `.grad` in a buffer of its own.
+        # Copy, since DistributedDataParallel may keep `.grad` in a buffer of its own.
         self._waiting[parameter] = grad.clone() if waiting is None else waiting + grad
 
     def begin_microbatch(self, *, begins_draw: bool) -> None:
-        """Begin a microbatch, and drop public gradients that earlier microbatches of it added.
+        """Begin a microbatch; drop public gradients added in earlier ones of the logical batch.
 
-        The number of microbatches of a logical batch is private, so that public gradients must
-        not add up over them.
+        The number of microbatches of a logical batch is private, so public gradients must not add
+        up over them.
         """
         if begins_draw:
             self._of_other_batches = dict(self._waiting)
         self._waiting = dict(self._of_other_batches)
 
     def mean(self, ranks: Ranks) -> dict[nn.Parameter, Tensor]:
-        """Return new tensors: the waiting gradients, averaged over the ranks with other samples.
+        """Return the stored gradients as new tensors, averaged over ranks with different samples.
 
-        All ranks call this together, with waiting gradients of the same parameters.
+        All ranks call this together, with stored gradients of the same parameters.
         """
         found = {p: self._waiting[p].clone() for p in self._trained if p in self._waiting}
         # The backward has averaged the gradients of sharded parameters already.
@@ -143,7 +143,7 @@ class PublicGradients:
         return found
 
     def drop(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Drop the waiting gradients of the parameters, by default of all."""
+        """Drop the stored gradients of these parameters; None for all parameters."""
         for parameter in self._trained if parameters is None else parameters:
             self._waiting.pop(parameter, None)
             self._of_other_batches.pop(parameter, None)

@@ -1,4 +1,4 @@
-"""PublicFacts: the public properties of a run's batches, for the plan and the report."""
+"""PublicFacts: the public properties of a run's batches, for `engine.plan` and the report."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class PublicFacts:
     # rows of each microbatch on each rank; None if batches have the sizes of the loader's own
     # epochs, which are as public as the dataset's size
     slots: int | None
-    # whether some batches were not yielded by the private loader's own iteration, without slots
+    # whether some batches came from elsewhere than the private loader's own iteration
     others: bool
-    lengths: str  # the lengths of the samples, in words
-    dataset_size: int  # determines sample rate, steps and divisor
-    is_declared: bool  # whether the user declared dataset_size; else the number of entries is used
-    unit: str = "one entry of the dataset"  # the privacy unit, in words
-    packing: PackTo | None = None  # how documents are packed; None if they are not packed
+    lengths: str  # the lengths of the samples, as text
+    dataset_size: int  # determines sample rate, steps per epoch and divisor
+    is_declared: bool  # whether the user declared dataset_size; else it is the number of entries
+    unit: str = "one entry of the dataset"  # the privacy unit, as text
+    packing: PackTo | None = None  # the packing of documents; None if documents are not packed
     is_exact: bool = False  # whether make_private got exact=True
     noise: str | None = None  # the mechanism of correlated noise; None for independent noise
 
@@ -32,7 +32,7 @@ class PublicFacts:
         elif self.packing is not None:
             slots = f"{self.slots} documents in each microbatch at most, {self._packed_in_words}"
         else:
-            slots = f"{self.slots} in each microbatch, samples in secret random ones"
+            slots = f"{self.slots} in each microbatch, samples in secret random slots"
         if self.others:
             slots += (
                 "; some batches did not come from the private loader's own iteration and had no "
@@ -53,7 +53,7 @@ class PublicFacts:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the facts as plain values, for reports."""
+        """Return the facts as plain values."""
         return {
             "slots": self.slots,
             "batches_without_slots": self.others,
@@ -70,7 +70,7 @@ class PublicFacts:
         assert self.packing is not None
         rows, row_len = self.packing.rows, self.packing.tokens // self.packing.rows
         return f"packed by length into {rows} x {row_len} tokens: the bound holds " + (
-            "in the arithmetic that runs: a document's gradients do not depend on the packing"
+            "in the arithmetic used: a document's gradients do not depend on the packing"
             if self.is_exact
             else "given that a document's gradients do not depend on the packing, which may "
             "change their rounding (make_private(exact=True) rules that out)"

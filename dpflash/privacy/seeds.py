@@ -1,8 +1,8 @@
 """Seeds the random generators from a secret key during a logical batch.
 
-With a known seed, random masks and augmentations would be known too, and a sample's masks would
-depend on the number of rows and microbatches before it. Derived from a secret key, they are
-independent for everybody who does not have the key.
+If the seed were known, random masks and augmentations would be known too, and a sample's masks
+would depend on the number of rows and microbatches before it. To everybody without the secret key,
+masks seeded from it are independent random numbers.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def seed_of(key: bytes, purpose: str) -> int:
 class SecretMasks:
     """Seeds torch's, Python's and numpy's generators for the private forwards of one model.
 
-    A batch may be run several times, for trials. Within one run, two forwards that start from the
-    same state of the user's generator get the same seed, so that activation checkpointing
-    recomputes the same masks. The n-th forward with a new state gets the same seed in each run of
-    the batch, whatever the loop has drawn.
+    Isolation tests (trials) run a batch several times. Within one such run, two forwards that
+    start from the same state of the user's generator get the same seed, so that activation
+    checkpointing recomputes the same masks. The n-th forward that starts from a new state gets the
+    same seed in each run of the batch, whatever random numbers the loop has drawn.
 
     Args:
         devices: the devices other than the CPU.
-        key: returns the current 32-byte key.
-        place: returns a unique identifier of the current batch.
-        run: returns the number of the batch's current run, such as a trial.
+        key: function that returns the current 32-byte key.
+        place: function that returns a unique identifier of the current batch.
+        run: function that returns the number of the batch's current run.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class SecretMasks:
     def seeded(self, *, recomputing: bool) -> Iterator[None]:
         """Seed the generators during an outermost forward, and restore the user's states after it.
 
-        Afterwards torch's generator has advanced by one number. `recomputing` is whether this
+        Afterwards torch's generator has advanced by one number. `recomputing` says whether this
         forward runs inside a backward.
         """
         if self._active:
             yield
             return
-        # Differs between two calls of one batch, but is the same in a recomputation.
+        # Two calls of one batch differ in this number, but a recomputation repeats it.
         word = int(torch.randint(2**62, (), device="cpu"))
         seed = self._seed(word, recomputing)
         held = RandomState(*self._devices)
@@ -77,8 +77,8 @@ class SecretMasks:
             held.restore()
 
     def _seed(self, word: int, recomputing: bool) -> int:
-        # The step may be released during the backward, which changes the place; a recomputation
-        # uses the place of its forward.
+        # A release during the backward changes the result of `_place`, so a recomputation uses the
+        # result of its forward.
         at = self._at if recomputing else (self._place(), self._run())
         if at != self._at:
             self._at, self._seeds = at, {}
@@ -91,8 +91,8 @@ class LoopSeeds:
     """Seeds the generators for dataset, collate function and loop during a logical batch.
 
     At the end of the batch the user's generators are restored: numbers drawn after a release, for
-    example for a public batch, must not show how many microbatches there were. `key` returns the
-    current 32-byte key; ranks with different samples have different seeds.
+    example for a public batch, must not show the number of microbatches. `key` is a function that
+    returns the current 32-byte key; ranks with different samples have different seeds.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class LoopSeeds:
         self._blocks = 0
 
     def of(self, *place: object) -> int:
-        """Derive the seed of 63 bits for a place from the key."""
+        """Derive a seed of 63 bits from the key and an address, such as (release, microbatch)."""
         return seed_of(self._key(), f"loop-{self._rank}-{place}")
 
     def begin(self) -> None:
@@ -115,14 +115,14 @@ class LoopSeeds:
             self._held = RandomState(*self._devices)
 
     def seed(self, *place: object) -> None:
-        """Seed the generators for a place."""
+        """Seed the generators for an address, see `of`."""
         self.begin()
         self._at, self._blocks = place, 0
         seed_generators(self.of(*place), *self._devices)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Use other seeds in the block; afterwards numbers continue as if there were no block."""
+        """Use another seed in the with block, and restore the generators' states after it."""
         if self._held is None:
             yield
             return
@@ -141,12 +141,12 @@ class LoopSeeds:
 
     def forget(self) -> None:
         """Drop the saved states, since the loop left a logical batch before its end."""
-        # Restoring them when the iterator is collected would change the states in other code.
+        # Restoring them when the iterator is garbage-collected would change states in other code.
         self._held = None
 
 
 class SeededIndices(list[Any]):
-    """The indices of a microbatch, with the seed under which its entries are read."""
+    """The dataset indices of a microbatch, with the seed for reading its entries."""
 
     def __init__(self, indices: Iterable[Any], seed: int) -> None:
         super().__init__(indices)
@@ -154,6 +154,6 @@ class SeededIndices(list[Any]):
 
 
 def seed_reading(indices: object) -> None:
-    """Seed this process for reading a microbatch; do nothing for indices of other loaders."""
+    """Seed this process's generators from `SeededIndices`; do nothing for other indices."""
     if isinstance(indices, SeededIndices):
         seed_generators(indices.seed)

@@ -1,4 +1,4 @@
-"""The digest of dpflash's code, and the facts on a run that a ledger records besides its steps."""
+"""The digest of dpflash's code, and the facts about a run that a ledger records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .ledger import today
 
 @functools.cache
 def source_digest() -> str:
-    """Return the version of torch and a hash of dpflash's files, so that ranks compare their code.
+    """Return the version of torch and a hash of dpflash's files, with which ranks compare code.
 
     The hash is the same in a checkout and in a wheel built from it.
     """
@@ -49,9 +49,9 @@ def library_version() -> str:
 
 
 def about_run(name: str | None, data: str | None, is_seeded: bool, ranks: Ranks) -> dict[str, Any]:
-    """Return the facts that a ledger records on a run; all ranks return the first rank's facts.
+    """Return the facts that a ledger records about a run; all ranks return the first rank's facts.
 
-    The caller adds the public size of the dataset and the bound.
+    The caller adds the public size of the dataset and max_grad_norm.
 
     Args:
         name: name of the run.

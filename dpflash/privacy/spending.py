@@ -1,7 +1,7 @@
 """Spending: the privacy cost of all releases on one dataset, and its limit.
 
-dpflash's accountants support every event. Opacus' accountants support only Poisson sampling with
-the Gaussian mechanism, and have no neighboring relations.
+dpflash's accountants support every event. Opacus' accountants support only the Gaussian mechanism
+with Poisson sampling, and do not distinguish neighboring relations.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from .ledger import LOST, REFUSED, Ledger, LedgerLine
 from .privacy_unit import SAMPLE, is_unnamed
 
 DEFAULT_ACCOUNTANT = "contour"
-# Accountants whose epsilon is an upper bound and is computed quickly.
+# The accountants whose epsilon `_check_epsilon` recomputes: upper bounds, computed quickly.
 _RECOMPUTED = ("contour", "rdp")
 
 
 @dataclass
 class _Remaining:
-    """How many more releases of `event` fit the budget while the accountant is at `state`."""
+    """The number of further releases of `event` that the budget allows at accountant `state`."""
 
     event: Event
     count: int
@@ -50,9 +50,9 @@ class _Remaining:
 class Spending:
     """The releases of an engine and of its ledger, their epsilon, and the remaining budget.
 
-    `relation` is the requested relation; None for the relation of the events. `delta` is the delta
-    of the epsilon in ledger lines; None for lines without epsilon. `unit` is the privacy unit of
-    all releases; None before the first release.
+    `relation` is the requested neighboring relation; None for the relation of the events. `delta`
+    is the delta of the epsilon in ledger lines; None for lines without epsilon. `unit` is the
+    privacy unit of all releases; None before the first release.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Spending:
         return not (self.noiseless or self.accountant.history or events)
 
     def epsilon(self, delta: float) -> Interval:
-        """Return lower and upper bound of epsilon at delta; inf after a release without noise."""
+        """Return a lower and an upper bound of epsilon at delta; inf if a release had no noise."""
         self._require_counted()
         if self.noiseless:
             return Interval(math.inf, math.inf)
@@ -138,7 +138,7 @@ class Spending:
                 self.add(line.event, line.steps)
 
     def add(self, event: Event, count: int = 1) -> None:
-        """Count an event `count` times, after it was charged or written to the ledger."""
+        """Add an event `count` times to the accountant, without charge or ledger line."""
         event = self.adopt(event)
         if _is_noiseless(event):
             self.noiseless = True
@@ -150,7 +150,7 @@ class Spending:
     def adopt(self, event: Event) -> Event:
         """Convert the event and the history to a common relation, and return the event.
 
-        If the relation or the accountant does not support the event, raise and change nothing.
+        Raises if the relation or the accountant does not support the event; nothing is changed.
         """
         event = self.check(event)
         if event.relation != self.relation:
@@ -158,7 +158,7 @@ class Spending:
         return event
 
     def check(self, event: Event) -> Event:
-        """Return or raise what `adopt` would, without changing anything."""
+        """Return the event, or raise the error, of `adopt`, without changing anything."""
         event = convert_event(event, self._relation_with(event))
         if not self.is_ours:
             as_phase(self.accountant, event)
@@ -167,7 +167,7 @@ class Spending:
     def admit(self, event: Event | None) -> None:
         """Check an event before it is charged, without changing anything.
 
-        Raises BudgetSpent if it would exceed the budget, ValueError if it cannot be accounted for.
+        Raises BudgetSpent for an exceeded budget, ValueError for an event that is not supported.
         """
         if event is None:
             return
@@ -176,7 +176,7 @@ class Spending:
         if not self.fits(event):
             raise BudgetSpent(self._refusal(event))
         if not self.is_ours and not _is_noiseless(event):
-            # Opacus' accountants lose their history if they refuse a step, so try it on a copy.
+            # Opacus' accountants lose their history if they refuse a step, so use a copy.
             self._compose(copied(self.accountant), event, 1)
 
     def charge(
@@ -188,9 +188,9 @@ class Spending:
         branch: str = "",
         is_foreign: bool = False,
     ) -> None:
-        """Charge for one admitted release before it is made.
+        """Charge for one release, which `admit` has accepted, before it is made.
 
-        `event` is None if the release is already paid for. `bound`, the bound of one sample's
+        `event` is None if an earlier event includes the cost. `bound`, the bound of one sample's
         gradient, is written to the ledger.
         """
         self.has_foreign_batches |= is_foreign
@@ -217,7 +217,7 @@ class Spending:
             left.state = self._state()
 
     def note_refusal(self, run: str, *, may_be: bool) -> None:
-        """Write into the ledger that a private refusal ended the run, or may have (`may_be`)."""
+        """Write to the ledger that a PrivateRefusal ended the run (`may_be`: perhaps)."""
         if self.ledger is not None:
             unit = self.unit or SAMPLE
             note = LOST if may_be else REFUSED
@@ -230,22 +230,22 @@ class Spending:
         self.budget = budget
 
     def set_delta(self, delta: float) -> None:
-        """Write epsilon at this delta into the ledger's lines."""
+        """From now on, write epsilon at this delta into the ledger's lines."""
         self.delta = delta
 
     def fits(self, event: Event | None) -> bool:
-        """Whether the budget allows the event once more."""
+        """Return whether the budget allows the event once more."""
         if self.budget is None or event is None:
             return True
         event = convert_event(event, self._relation_with(event))
-        # Computing all remaining steps is slow. If the event differs from the last one, only one
-        # more step is checked, since a noise scheduler may change the event in each step.
+        # Computing the number of remaining steps is slow. If the event differs from the last
+        # event, check one step only, since a noise scheduler may change the event in each step.
         if event != self._last and self._known(event) is None:
             return self._after(event, self.budget.delta) <= self.budget.epsilon
         return self.remaining(event) > 0
 
     def remaining(self, event: Event) -> int:
-        """Return how many more such events the budget allows; computed once, then counted down."""
+        """Return the number of such events that the budget allows; computed once, then counted."""
         assert self.budget is not None
         if _is_noiseless(event) or self.noiseless:
             return 0
@@ -262,14 +262,14 @@ class Spending:
         return left.count
 
     def _known(self, event: Event) -> _Remaining | None:
-        """The event's remaining steps, if they were computed and the accountant is unchanged."""
+        """Return the event's remaining steps if they were computed at the accountant's state."""
         left = self._remaining
         is_known = left is not None and (left.event, left.state) == (event, self._state())
         return left if is_known else None
 
     def _check_unit(self, unit: str) -> None:
         """Raise if the releases so far have another privacy unit: no epsilon covers both."""
-        # Another engine may have counted on the same accountant.
+        # Another engine may have added releases to the same accountant.
         before = self.unit or (self.accountant.unit if self.is_ours else None)
         if before not in (None, unit):
             raise ValueError(
@@ -289,11 +289,12 @@ class Spending:
         grouping: str | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        """Prepare for a run of such events; raise, and change nothing, if no step is possible.
+        """Prepare for a run whose steps cost `event`.
 
-        `about` are the facts that the ledger records on the run, see `source.about_run`.
-        `grouping` is a digest of the entries' units. It is only kept in memory: from the digest,
-        whoever knows all other entries could find out the unit of the last one.
+        If no step is possible, raise and change nothing. `about` holds the facts that the ledger
+        records about the run, see `source.about_run`. `grouping` is a digest of the entries'
+        units, kept in memory alone: with the digest, a person who knows the units of all entries
+        but one could find out the unit of that entry.
         """
         self.check(event)
         if self.is_ours and isinstance(event, RandomAllocationGaussian):
@@ -311,16 +312,16 @@ class Spending:
             if is_unnamed(unit) and self._grouping != grouping:
                 raise ValueError(
                     "unit_of groups the entries otherwise than in this engine's releases so far, "
-                    "so the units may be others. If they are the same, such as patients with more "
-                    "entries, pass the same unit_name= both times; otherwise use another engine, "
-                    "and report both epsilons"
+                    "so the units may differ. If the units are the same, such as patients with "
+                    "more entries, pass the same unit_name= both times; otherwise use another "
+                    "engine, and report both epsilons"
                 )
         before, self.budget = self.budget, budget
         try:
             if budget is not None and _is_noiseless(event):
                 raise ValueError(
-                    f"budget={budget!r} with noise_multiplier=0: steps without noise have no "
-                    "epsilon; pass a noise_multiplier > 0, or leave budget out"
+                    f"budget={budget!r} with noise_multiplier=0: the epsilon of steps without "
+                    "noise is infinite; pass a noise_multiplier > 0, or leave budget out"
                 )
             if budget is not None and self.is_ours and not self.accountant.is_bound:
                 raise ValueError(
@@ -342,7 +343,7 @@ class Spending:
     def noise_for(
         self, event: Callable[[float], Event], count: int, *, epsilon: float, delta: float
     ) -> float:
-        """Return the noise multiplier with which `count` events alone spend (epsilon, delta)."""
+        """Return the noise multiplier at which `count` events spend (epsilon, delta)."""
         relation = self._relation_with(event(1.0))
         return noise_multiplier_for(
             lambda noise_multiplier: convert_event(event(noise_multiplier), relation),
@@ -383,7 +384,7 @@ class Spending:
     # Internals
 
     def _note_counted(self) -> None:
-        """Remember the length and the last phase of the history of Opacus' accountant."""
+        """Save the length and the last entry of the history of Opacus' accountant."""
         history = [] if self.is_ours else self.accountant.history
         self._counted = (len(history), tuple(history[-1])) if history else None
 
@@ -466,7 +467,7 @@ class Spending:
         name = names.get(event.sampler, f"{event.sampler} step")
         if after == math.inf and event.failure() > 0:
             return (
-                f"the privacy budget epsilon={limit:g} at delta={delta:g} allows no step: draws "
+                f"the privacy budget epsilon={limit:g} at delta={delta:g} allows no step: batches "
                 f"exceed max_batch_size with a probability of {event.failure():.3g}, for which "
                 "delta is too small. Pass a greater max_batch_size, or leave it out"
             )
@@ -479,7 +480,7 @@ class Spending:
 
 
 def _check_epsilon(ledger: Ledger) -> None:
-    """Raise if a ledger's events have a smaller epsilon than the last line that states one."""
+    """Raise if a ledger's events give a smaller epsilon than its last line with an epsilon."""
     lines = list(ledger.lines)
     while lines and not (lines[-1].epsilon and lines[-1].accountant in _RECOMPUTED):
         lines.pop()
@@ -502,7 +503,7 @@ def _check_epsilon(ledger: Ledger) -> None:
     if found < last.epsilon * (1 - 1e-6):
         raise ValueError(
             f"ledger {ledger.path}: the events up to line {len(lines)} give epsilon {found!r}, "
-            f"but the line has {last.epsilon!r}: the file was changed. Restore it from a copy"
+            f"but the line states {last.epsilon!r}: the file was changed. Restore it from a copy"
         )
 
 
@@ -520,16 +521,16 @@ def _is_noiseless(event: Event) -> bool:
 def common_relation(relations: Iterable[str]) -> str:
     """Return the relation under which events of these relations are accounted for together.
 
-    If all relations are the same, it is this relation. Otherwise events are converted to
-    "zero_out", for which every sampler has a guarantee: Poisson sampling costs the same as under
-    "add_remove". Shuffled and fixed-size batches have no guarantee under "add_remove".
+    If all relations are equal, return this relation. Otherwise return "zero_out", for which every
+    sampler has a guarantee: Poisson sampling costs the same as under "add_remove", under which
+    shuffled and fixed-size batches have no guarantee.
     """
     given = set(relations)
     return given.pop() if len(given) == 1 else ZERO_OUT
 
 
 def convert_event(event: Event, relation: str) -> Event:
-    """Convert an event to another neighboring relation; raise if it has no guarantee for it."""
+    """Convert an event to another neighboring relation; raise if it has no guarantee there."""
     if event.relation == relation:
         return event
     if type(event) is Gaussian and relation == ADD_REMOVE:

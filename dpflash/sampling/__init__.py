@@ -1,4 +1,4 @@
-"""Sampling: samplers, the private loader, slots and padding."""
+"""Samplers of logical batches, the private data loader, and padding to a public batch size."""
 
 from typing import TYPE_CHECKING
 
@@ -33,8 +33,8 @@ __all__ = [
     "check_loader",
 ]
 
-# The module of each name. It is imported on first use: private models need only `slots` and
-# `tracker`, without the accounting and scipy that `loader` and `samplers` import.
+# Name -> its module, imported on first use: private models need only `slots` and `tracker`, but
+# not the accounting and scipy that `loader` and `samplers` import.
 _MODULES = {
     **dict.fromkeys(("SAMPLINGS", "SamplingPlan", "check_loader"), "plan"),
     **dict.fromkeys(

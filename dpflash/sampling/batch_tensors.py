@@ -1,4 +1,4 @@
-"""The tensors of a batch, and tensors that a loop may make from its arrays, lists and objects."""
+"""Returns a batch's tensors, and its arrays and lists as the tensors that a loop may make."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _WIDE = {torch.float64: torch.float32, torch.int32: torch.int64, torch.int16: to
 def batch_tensors(batch: Any, size: int) -> list[Tensor]:
     """Return the tensors of a batch, and its arrays and lists of numbers as tensors.
 
-    If each sample has a tensor of its own, these are also stacked, padded with zeros. Tensors that
-    all have one row for each sample are not stacked.
+    If each sample has a tensor of its own, a stack of these tensors, padded with zeros, is
+    returned too. Tensors of which each already has one row per sample are not stacked.
 
     Args:
         batch: the batch, arbitrarily nested.
@@ -52,7 +52,7 @@ def _leaves(value: Any, depth: int = 0) -> Iterator[Tensor]:
 
 
 def _widened(x: Tensor) -> Iterator[Tensor]:
-    """Yield the tensor, and its copy in the dtype that models take if that differs."""
+    """Yield the tensor and, if models use a wider dtype, a copy in that dtype."""
     yield x
     if x.dtype in _WIDE:
         yield x.to(_WIDE[x.dtype])

@@ -1,13 +1,15 @@
 """Tests the user's collate function: row i must depend on entry i alone.
 
-A value that all rows share, such as a number, must not depend on the entries; lengths may. The
-function must not keep anything of a batch for the next batch. The same is tested for a dataset's
-`__getitems__`, which reads several entries at once.
+A value shared by all rows, such as a number, must not depend on the entries, unless it is a
+length. The function must not store values of one batch for the next batch. The same is tested for
+a dataset's `__getitems__`, which reads several entries at once.
 
-The test does not detect mixing that is rare or below rounding; functions that draw more random
-numbers for some entries than for others; state that a dataset keeps, or that a function keeps in
-objects that cannot be restored; results of unknown classes, or whose first dimension is not the
-batch (packed ones); and mixing in `__getitem__`. A warning says if randomness cannot be reset.
+The test does not detect
+- mixing that is rare or below rounding, and mixing in `__getitem__`;
+- functions that draw more random numbers for some entries than for others;
+- state of a dataset, and state that a function keeps in objects that cannot be restored;
+- results of unknown classes, and results whose first dimension is not the batch (packed ones).
+A warning says if the function's random numbers cannot be reset.
 """
 
 from __future__ import annotations
@@ -47,16 +49,16 @@ _ROUNDING = 1e-6
 def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
     """Refuse a loader whose collate function makes batches that cannot be trained on privately.
 
-    Such a function visibly mixes or sorts the entries of a batch, keeps values of one batch for
-    the next, makes nested tensors, or makes no field with one row for each entry. A dataset whose
-    `__getitems__` mixes or sorts entries is refused too. The function is called about 150 times on
-    entries of the dataset, or about 300 times if it or the dataset draws random numbers. Each test
-    ends after three seconds. Random states are restored. If DataLoader workers fetch the entries,
-    the workers run the tests, see `TriedCollate`. A warning says if a function could not be tested
-    because it does not repeat itself.
+    Refused are functions that visibly mix or sort the entries of a batch, keep values of one batch
+    for the next, make nested tensors, or make no field with one row for each entry, and datasets
+    whose `__getitems__` mixes or sorts entries. The function is called about 150 times on entries
+    of the dataset, or about 300 times if it or the dataset draws random numbers. Each test ends
+    after three seconds. Random states are restored. If DataLoader workers fetch the entries, the
+    workers run the tests, see `TriedCollate`. A warning says if a function could not be tested
+    because its results on equal entries differ from call to call.
 
     Args:
-        may_sort: whether rows may be in another order than the entries.
+        may_sort: whether the rows may be in an order other than that of the entries.
 
     Raises:
         PrivateRefusal: the message names the function and shows no value.
@@ -68,7 +70,7 @@ def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
 class TriedCollate:
     """A collate function that each DataLoader worker tests before its first batch.
 
-    A test in the main process would open files before the fork that a dataset opens lazily.
+    A dataset may open files lazily; a test in the main process would open them before the fork.
     """
 
     def __init__(self, collate: FittingCollate, *, may_sort: bool):
@@ -112,7 +114,7 @@ def _try(fitting: FittingCollate, may_sort: bool) -> None:
         raise PrivateRefusal(
             f"{name} puts the rows in another order than the entries that it is "
             "given. Padding rows are identified by their position, so keep the order, and sort "
-            "inside of the model if a layer needs it (pack_padded_sequence has "
+            "inside the model if a layer needs it (pack_padded_sequence has "
             "enforce_sorted=False)"
         ) from None
 
@@ -131,7 +133,7 @@ def _refuse(
         collate: the function.
         entries: entries that the function accepts, or indices if it also reads the entries.
         before: the function's state before its first call; None for a function that reads a
-            dataset, whose state is not restored since it may hold open files.
+            dataset, since a dataset may hold open files and its state is not restored.
     """
     keeps = False
     try:
@@ -146,7 +148,7 @@ def _refuse(
         return  # The function does not accept such batches.
     if keeps:
         raise PrivateRefusal(
-            f"{name} keeps what it computes of one batch for the next (such as a running mean, a "
+            f"{name} keeps values computed from one batch for the next (such as a running mean, a "
             "scaler fitted on the first batch, or a numbering of labels in order of appearance), "
             "so one entry changes the rows of others. Compute these values once from public data, "
             "before training"
@@ -163,7 +165,7 @@ def _refuse(
         raise PrivateRefusal(
             f"{name} concatenates the rows of the entries (as "
             "pack_sequence does, or torch.cat with offsets), so that no dimension is the "
-            "batch. Return padded rows [B, T] and their lengths [B], and pack them inside of the "
+            "batch. Return padded rows [B, T] and their lengths [B], and pack them inside the "
             "model (pack_padded_sequence with enforce_sorted=False)"
         ) from None
     if mixes:
@@ -174,9 +176,9 @@ def _refuse(
         ) from None
     if trial.is_unrepeated:
         warn(
-            f"{name} could not be tried: it makes other rows of the same entries in each call, by "
-            "random numbers that cannot be set back (numpy.random.default_rng() or "
-            "random.SystemRandom() inside of the function) or by state that it keeps. "
+            f"{name} could not be tried: it makes other rows from the same entries in each call, "
+            "by random numbers that cannot be reset (numpy.random.default_rng() or "
+            "random.SystemRandom() inside the function) or by state that it keeps. "
             "If it mixes the entries of a batch, one entry may change the sum by more than "
             "max_grad_norm. Draw from the global generators of torch, NumPy or Python, or from a "
             "generator in an attribute or a variable of the function",
@@ -185,7 +187,7 @@ def _refuse(
 
 
 def _odd_field(batch: Any, size: int) -> str | None:
-    """What is wrong with a field of a batch of two entries (or one), or None."""
+    """Return the error of a field in a batch of two entries (or one), or None."""
     tensors = list(tensors_of(batch))
     for place, x in tensors:
         if x.is_nested:
@@ -199,13 +201,13 @@ def _odd_field(batch: Any, size: int) -> str | None:
     return (
         f"makes batch{place} of another size than it got entries, and no field of the batch has "
         "one row for each entry: return one sample for each entry, with the samples in the first "
-        "dimension, [B, ...], for instance by batch.transpose(0, 1)"
+        "dimension, [B, ...], for example by batch.transpose(0, 1)"
     )
 
 
 @contextmanager
 def _randomness_kept(*functions: Any) -> Iterator[None]:
-    """Restore the global generators, and those of the functions, at the end of the block."""
+    """Restore the global generators and the functions' generators at the end of the with block."""
     generators = FunctionState(*functions, with_data=False)
     in_numpy, in_python = np.random.get_state(), random.getstate()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -220,7 +222,7 @@ def _randomness_kept(*functions: Any) -> Iterator[None]:
 
 @dataclass
 class _Collated:
-    """The rows of a batch, each a list of parts, and the random states before and after."""
+    """The rows of a batch (lists of fields), and the random states before and after collating."""
 
     rows: list[list[Any]]
     before: bytes
@@ -237,9 +239,9 @@ class _Trial:
     def __init__(self, collate: Collate, entries: list[Any], *, of_indices: bool = False):
         self._collate = collate
         self._entries = entries
-        # Datasets may read in the order of indices: the last ones never get the first numbers.
+        # A dataset may read entries in order, so that the last ones never get the first numbers.
         self._turns = max(1, len(entries) - 2) if of_indices else len(entries)
-        # A batch of another size shows which dimensions are the batch.
+        # Compared with a batch of another size, it shows which dimensions are the batch.
         self.two = self._batch(entries[:2])
         self._generators = FunctionState(collate, with_data=False)
         self._state: FunctionState | None = None
@@ -247,7 +249,7 @@ class _Trial:
         self.is_unrepeated = False
 
     def keeps_entries(self, before: FunctionState) -> bool:
-        """Whether a batch depends on the entries of the previous batch.
+        """Return whether a batch depends on the entries of the previous batch.
 
         Args:
             before: the function's state before its first call.
@@ -272,11 +274,11 @@ class _Trial:
         return False
 
     def mixes(self) -> bool:
-        """Whether an entry's row depends on the other entries, given one random state.
+        """Return whether an entry's row depends on the other entries, at equal random states.
 
-        The order of rows is ignored, because some loaders may sort. A function that does not
-        repeat itself is tested again with its state restored before each call. If it still does
-        not, batches of one repeated entry show whether rows are random by themselves.
+        The order of rows is ignored, because some loaders may sort. If equal calls give different
+        results, the function is tested again with its state restored before each call. If they
+        still differ, batches of one repeated entry show whether a row alone is random.
         """
         if self._mixes():
             return True
@@ -306,11 +308,11 @@ class _Trial:
                 elif not differ and _differ(a.rows, b.rows):
                     differ = self._repeats(first, seed, a) and self._repeats(second, seed, b)
                     self.is_unrepeated |= not differ
-        # If the number of random draws depends on the entries, later entries get other numbers.
+        # If the number of random numbers depends on the entries, later entries get other numbers.
         return differ and not draws_depend
 
     def joins(self) -> bool:
-        """Whether some tensor is a concatenation of the entries' rows."""
+        """Return whether some tensor is a concatenation of the entries' rows."""
         try:
             ones = [dict(tensors_of(self._batch([entry]))) for entry in self._entries[:2]]
         except Exception:
@@ -322,10 +324,10 @@ class _Trial:
         return False
 
     def _is_random_by_others(self) -> bool:
-        """Whether batches of one repeated entry always repeat, and batches of several rarely do.
+        """Return whether equal calls usually differ for several entries, but never for one.
 
-        If rows were random by themselves, this would happen by chance at most once in 100,000
-        times, whatever the probability of a change.
+        For one entry, the batch repeats it. If each row were random by itself, this result would
+        occur by chance at most once in 100,000 tests, whatever the probability of a change.
         """
         several, deadline = self._entries[:4], time.monotonic() + _SECONDS
         for entry in several:
@@ -339,7 +341,7 @@ class _Trial:
         return len(several) > 1 and 4 * changes >= 3 * _OTHERS
 
     def shared_of_entries(self) -> str | None:
-        """Name the field of a value that is no entry's row but depends on entries, or None.
+        """Return the name of a field that has no row per entry but depends on entries, or None.
 
         A number that equals a length of some tensor in the batch is as public as that length.
         """
@@ -360,13 +362,13 @@ class _Trial:
             for place in found[0]:
                 a, again, b, b_again = (values.get(place) for values in found)
                 if not (_equal(a, b) is False and _equal(a, again) and _equal(b, b_again)):
-                    continue  # equal, or not repeatable, such as a counter of batches
+                    continue  # equal, or different in each call, such as a counter of batches
                 if not all(_is_length(x[place], n) for x, n in zip(found, lengths, strict=True)):
                     return place
         return None
 
     def _pairs(self, turn: int) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Yield pairs of batches that share one entry, which `turn` selects."""
+        """Yield pairs of batches that have one entry in common, which `turn` selects."""
         entries = self._entries
         one, mate, other = (entries[(turn + k) % len(entries)] for k in range(3))
         yield [one, mate, mate, mate], [one]
@@ -376,7 +378,7 @@ class _Trial:
                 yield [mate, one, mate, mate], [other, one, other, other]
 
     def _batch(self, entries: list[Any]) -> Any:
-        # A function may change its entries in place, and they may belong to the dataset.
+        # Copy, since a function may change entries in place, which may belong to the dataset.
         return self._collate(list(map(copied, entries)))
 
     def _collated(self, entries: list[Any], seed: int) -> _Collated:
@@ -385,7 +387,7 @@ class _Trial:
         return _Collated([list(row) for row in zip(*columns, strict=True)], before, after)
 
     def _last_of(self, state: FunctionState, batches: Sequence[list[Any]], seed: int) -> Any:
-        """Make these batches, beginning in this state of the function; return the last one."""
+        """Collate these batches, beginning in this state of the function; return the last one."""
         assert self._state is not None
         state.restore()
         for entries in batches[:-1]:
@@ -395,7 +397,7 @@ class _Trial:
         return self._made(batches[-1], seed)[0]
 
     def _made(self, entries: list[Any], seed: int) -> tuple[Any, bytes, bytes]:
-        """The batch, and the random states before and after making it."""
+        """Return a batch, and the random states before and after collating."""
         if self._resets and self._state is not None:
             self._state.restore()
         # Generators of other devices are ignored.
@@ -413,13 +415,13 @@ class _Trial:
         return in_torch + others + self._generators.random_states()
 
     def _repeats(self, entries: list[Any], seed: int, known: _Collated) -> bool:
-        """Whether entries and the random state determine a batch."""
+        """Return whether the same entries and random state always give the same batch."""
         again = (self._collated(entries, seed) for _ in range(_REPEATS))
         return all(_equal(known.rows, other.rows) for other in again)
 
 
 def _columns(batch: Any, two: Any, size: int) -> Iterator[list[Any]]:
-    """The parts of a batch for each of its `size` entries; `two` is a batch of two."""
+    """Yield each field of a batch with a row for each of `size` entries; `two`: a batch of two."""
     if _is_column(batch, two, size):
         yield list(batch)
     elif not isinstance(batch, Tensor | np.ndarray):
@@ -436,7 +438,7 @@ def _is_column(batch: Any, two: Any, size: int) -> bool:
 
 
 def _shared(batch: Any, two: Any, size: int, place: str = "") -> Iterator[tuple[str, Any]]:
-    """(place, value) of values with the same shape in both batches, which are no entry's rows."""
+    """Yield (place, value) of fields with no row per entry and the same shape in both batches."""
     if isinstance(batch, _LEAVES):
         if getattr(batch, "shape", ()) == getattr(two, "shape", ()):
             yield place, batch
@@ -448,7 +450,6 @@ def _shared(batch: Any, two: Any, size: int, place: str = "") -> Iterator[tuple[
 
 
 def _lengths(batch: Any) -> set[int]:
-    """All dimensions of the tensors and arrays of a batch."""
     return {n for _, x in leaves_of(batch, kinds=(Tensor, np.ndarray)) for n in x.shape}
 
 
@@ -459,18 +460,17 @@ def _is_length(value: Any, lengths: set[int]) -> bool:
 
 
 def _differ(rows: list[list[Any]], others: list[list[Any]]) -> bool:
-    """Whether no row equals one of the others, although some have the same form."""
+    """Return whether no row equals one of the others, although some have the same form."""
     found = [_equal(row, other) for row in rows for other in others]
     return False in found and True not in found
 
 
 def _has_rows_of(rows: list[list[Any]], others: list[list[Any]]) -> bool:
-    """Whether all of the other rows are among the rows."""
     return all(any(_equal(row, other) for row in rows) for other in others)
 
 
 def _equal(x: Any, y: Any) -> bool | None:
-    """Whether two rows, or parts of them, are equal; None if their forms differ."""
+    """Return whether two rows, or parts of rows, are equal; None if their forms differ."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return _equal_tensors(x, y)
     if type(x) is not type(y):
@@ -486,7 +486,7 @@ def _equal(x: Any, y: Any) -> bool | None:
     parts, others = dict(parts_of(x)), dict(parts_of(y))
     if parts.keys() != others.keys():
         return None
-    # An object without parts is of an unknown class and is ignored.
+    # An object without parts is of an unknown class; ignore it.
     found = [_equal(part, others[place]) for place, part in parts.items()]
     return None if None in found else all(found)
 

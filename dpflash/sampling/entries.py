@@ -1,4 +1,4 @@
-"""Replaces entries that cannot be part of a batch by padding; each entry is judged alone."""
+"""Replaces entries that cannot be part of a batch by padding; checks each entry by itself."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ Collate = Callable[[list[Any]], Any]
 
 # Number of first entries from which the common form is determined.
 _FIRST = 7
-# An entry that is equal in 8 reads counts as always equal.
+# Number of reads of an entry; an entry that is equal in all of them counts as always equal.
 _REPEATS = 8
 _IMMUTABLE = {int, float, bool, str, bytes, NoneType}
 _FAILED: Any = object()
-# In longer lists only the types of the elements count, not their positions.
+# Of longer lists only the set of the elements' types is compared, not their order.
 _FIELDS = 16
 # Objects nested more deeply are distinguished by their types alone.
 _DEPTH = 6
 _STORAGE = ("dtype", "layout", "device", "requires_grad")
-# For how many batches of a DataLoader worker, and for how many varying lengths of each, a batch
-# without the longer entries is made too.
+# Number of batches of a DataLoader worker of which a version without the longer entries is made
+# too, and the largest number of versions of one batch.
 _SHORTENED = 32
 _VARIANTS = 3
-# Least number of samples from which `BadShare` judges.
+# Smallest number of samples at which `BadShare` decides.
 _JUDGED = 64
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Stands for an entry whose `__getitem__` failed.
+    """Replaces an entry whose `__getitem__` failed.
 
     Attributes:
-        error: the error that it raised. PRIVATE.
+        error: the text of the error that was raised. PRIVATE.
     """
 
     error: str = field(repr=False)
@@ -61,7 +61,7 @@ class _Fetched(list[Any]):
     Args:
         entries: the entries, in the order of `indices`.
         indices: their indices in the dataset.
-        are_together: False if the dataset's `__getitems__` failed and each was read alone.
+        are_together: False if `__getitems__` failed, so that each entry was read by itself.
     """
 
     def __init__(self, entries: list[Any], indices: list[int], *, are_together: bool) -> None:
@@ -83,14 +83,14 @@ class Together(NamedTuple):
 
 
 class ReadableEntries(Dataset[Any]):
-    """The entries of a dataset, with `Unreadable` for an entry that cannot be read.
+    """A dataset that returns `Unreadable` for an entry that cannot be read.
 
     Args:
-        dataset: a map-style dataset.
+        dataset: the user's map-style dataset.
 
     Attributes:
         dataset: the argument.
-        reads_together: whether the dataset reads several entries at once.
+        reads_together: whether the dataset has a `__getitems__`, which reads several entries.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -146,11 +146,11 @@ def _reads_together(dataset: Any) -> bool:
 
 
 class Shorter(NamedTuple):
-    """A batch made again, with copies of a shorter entry in place of its longer ones.
+    """A version of a batch with copies of a shorter entry in place of its longer entries.
 
     Attributes:
-        batch: the batch, with the same number of rows and less padding.
-        kept: for each row, whether it is made from its own entry.
+        batch: the version, with the same number of rows and less padding.
+        kept: for each row, whether its entry was kept.
     """
 
     batch: Any
@@ -158,7 +158,7 @@ class Shorter(NamedTuple):
 
 
 class Collated(NamedTuple):
-    """A batch.
+    """A batch, and information about its rows.
 
     Attributes:
         batch: the batch that the collate function made.
@@ -174,19 +174,20 @@ class Collated(NamedTuple):
 class FittingCollate:
     """A collate function that replaces entries that do not fit by padding.
 
-    The model entry is one of the first `_FIRST` entries, whose form most of them have. An entry
-    fits if the collate function can make a batch from it, alone and together with the model entry,
-    and the batch has the same fields and dtypes (and shapes, if the length is public) as a batch
-    of the model entry. Numbers of narrower dtypes, such as integers among fractions, are
-    converted. So whether an entry fits, and what it becomes, does not depend on the rest of its
-    batch. A batch is used unchanged only if entries with the same types and dtypes were found to
-    fit unchanged, since an entry with an additional field could go unnoticed among others. Adding
-    one entry may leave no model entry, but never leads to one with other fields. If a dataset
-    reads several entries at once, entries are compared as they are when read together.
+    The model entry is the first of the first `_FIRST` entries whose form most of them have. An
+    entry fits if the collate function can make a batch from it, alone and together with the model
+    entry, and the batch has the same fields and dtypes (and shapes, if the length is public) as a
+    batch of the model entry. Numbers of narrower dtypes, such as integers among fractions, are
+    converted. So neither the decision whether an entry fits, nor its row, depends on the other
+    entries of its batch. A batch is used unchanged only if entries with the same types and dtypes
+    were found to fit unchanged, since an entry with an additional field could go unnoticed among
+    others. Adding one entry to the dataset may leave no model entry, but never changes the fields
+    of the model entry. If a dataset reads several entries at once, entries are compared in the
+    form that they have when read together.
 
-    A dataset may change the form of all its entries, for instance in a curriculum of lengths. If
-    an entry does not fit, the model entry is read again. If it no longer fits itself, the form is
-    determined again. If only single entries have changed, the same form is found.
+    A dataset may change the form of all its entries, for example in a curriculum of lengths. If an
+    entry does not fit, the model entry is read again; if the model entry no longer fits, the form
+    is determined again, which gives the same form if only single entries have changed.
 
     Args:
         collate: the user's function.
@@ -195,7 +196,7 @@ class FittingCollate:
         each: the number of rows of a unit, which are contiguous.
 
     Raises:
-        PrivateRefusal: the function fails on the first entries, or on entries each of which fits;
+        PrivateRefusal: the function fails on the first entries, or on entries of which each fits;
             the rows of a batch are in another order than its entries; or the function is a `PadTo`
             with a padding value for a field that the model entry does not have.
     """
@@ -220,7 +221,7 @@ class FittingCollate:
         form = self._looked_up()
         fetched = isinstance(entries, Together | _Fetched)
         indices: list[int] = list(getattr(entries, "indices", []))
-        # An entry that is read with others may depend on them, as padding does.
+        # An entry that is read with other entries may depend on them, for example by padding.
         by_index = fetched and self.dataset.reads_together
         items = indices if by_index else list(entries)
         random_state = RandomState()
@@ -279,9 +280,9 @@ class FittingCollate:
     def _shortened(
         self, batch: Any, items: list[Any], form: _Form | None, *, by_index: bool
     ) -> tuple[Shorter, ...]:
-        """Make the batch of these items (entries or indices) without the longer ones.
+        """Return versions of a batch without its longer items (entries or indices).
 
-        Returns one batch for each length that varies, and none if collating is random.
+        There is one version for each length that varies, and none if collating is random.
         """
         if form is None or len(items) < 2 or not self._may_shorten():
             return ()
@@ -306,9 +307,9 @@ class FittingCollate:
         )
 
     def shorten(self, on: bool) -> None:
-        """Set whether batches are also made without their longer entries from now on.
+        """Set whether versions without longer entries are made of batches from now on.
 
-        DataLoader workers do so for their first batches, whatever is set.
+        DataLoader workers always make such versions of their first batches.
         """
         self._shortens = on
 
@@ -319,7 +320,7 @@ class FittingCollate:
         return self._left >= 0
 
     def _kept_rows(self, alone: list[Any]) -> list[list[bool]]:
-        """Which rows to keep, for each length that varies between batches of single entries."""
+        """Return the rows to keep, for each length that varies between single entries' batches."""
         if any(batch is _FAILED for batch in alone):
             return []
         shapes = [{n: x.shape for n, x in _numbers_of(batch)} for batch in alone]
@@ -352,7 +353,7 @@ class FittingCollate:
             ) from None
 
     def fit(self, items: Sequence[Any], *, by_index: bool = False) -> list[bool]:
-        """Return which entries fit.
+        """Return for each entry whether it fits.
 
         Args:
             items: entries, or their indices.
@@ -368,7 +369,7 @@ class FittingCollate:
             ]
 
     def _are_known(self, entries: Any, items: list[Any], form: _Form, *, by_index: bool) -> bool:
-        """Whether an entry with the types and dtypes of each of these entries fits unchanged."""
+        """Return whether entries with the types and dtypes of these entries fit unchanged."""
         if isinstance(entries, Together):
             return True
         kinds = {
@@ -387,13 +388,13 @@ class FittingCollate:
     def _looked_up(self) -> _Form | None:
         if not self._is_looked_up:
             form = self._common_form()
-            # Checked for the model entry alone: other forms become padding and decide nothing.
+            # Check the model entry alone, since entries of other forms become padding.
             pad = self.collate if isinstance(self.collate, PadTo) else None
             if pad and form and (unknown := pad.unknown(form.entry)):
                 raise PrivateRefusal(
                     f"collate_fn=PadTo(..., {{{unknown[0]!r}: ...}}): the entries have no such "
-                    "field, so the field that is meant would be padded with 0; pass the name of a "
-                    "field, or its position if entries are tuples"
+                    "field, and the field that you meant would be padded with 0; pass the name of "
+                    "a field, or its position if entries are tuples"
                 ) from None
             if pad and form and (targets := pad.without_value(form.entry)):
                 raise PrivateRefusal(
@@ -406,7 +407,7 @@ class FittingCollate:
         return self._form
 
     def _current(self, form: _Form) -> _Form:
-        """The form, or a new form if the model entry no longer has it."""
+        """Return the form, or a new form if the model entry no longer has this form."""
         by_index = self.dataset.reads_together
         with random_state_kept():
             item = self._item(form.index, by_index=by_index)
@@ -431,13 +432,13 @@ class FittingCollate:
         return _Form(index, self.dataset[index] if by_index else item, two, three)
 
     def _is_common(self, form: _Form, items: list[Any]) -> bool:
-        """Whether so many items fit that, with one entry more, no other form could be common."""
+        """Return whether so many items fit that one more entry could not make another form win."""
         by_index = self.dataset.reads_together
         count = sum(self._fits(x, form, by_index=by_index, adopts=False) for x in items)
         return len(items) == 1 or 2 * (count - 1) >= len(items)
 
     def _fits(self, item: Any, form: _Form, *, by_index: bool, adopts: bool = True) -> bool:
-        """Whether an entry has the form, alone and beside the model entry.
+        """Return whether an entry has the form, alone and together with the model entry.
 
         Args:
             item: the entry, or its index.
@@ -446,7 +447,7 @@ class FittingCollate:
             adopts: whether numbers of narrower dtypes may be converted.
         """
         model = form.index if by_index else form.entry
-        # Also alone, since stack() converts an integer among floating-point numbers.
+        # Test the entry alone too, since stack() converts an integer among floating-point numbers.
         for pair in ((item, item), (model, item), (item, model)):
             batch = self._made(pair, by_index=by_index)
             if batch is not _FAILED and adopts:
@@ -460,7 +461,7 @@ class FittingCollate:
         return index if by_index else self.dataset[index]
 
     def _of_fetched(self, entries: list[Any] | Together) -> Any:
-        """Make the batch of fetched entries; `_FAILED` if that fails."""
+        """Return the batch of fetched entries, or `_FAILED`."""
         if isinstance(entries, Together):
             return self._tried(entries.whole)
         if isinstance(entries, _Fetched) and not entries.are_together:
@@ -468,9 +469,9 @@ class FittingCollate:
         return self._made(entries, by_index=False)
 
     def _made(self, items: Sequence[Any], *, by_index: bool) -> Any:
-        """Make the batch of copies of these items (entries or indices).
+        """Return the batch of copies of these items (entries or indices), or `_FAILED`.
 
-        Copies, since the function may change its arguments, and entries are collated repeatedly.
+        Copy, since the function may change its arguments, and entries are collated repeatedly.
         """
         try:
             copies = self.dataset.together(items) if by_index else list(map(copied, items))
@@ -481,7 +482,7 @@ class FittingCollate:
         return self._tried(copies)
 
     def _tried(self, whole: Any) -> Any:
-        """The function's batch; `_FAILED` if it raises an error."""
+        """Call the collate function; return its batch, or `_FAILED` if it raises an error."""
         parts = whole if isinstance(whole, list) else [whole]
         unreadable = next((e for e in parts if isinstance(e, Unreadable)), None)
         if unreadable is not None:
@@ -492,25 +493,25 @@ class FittingCollate:
             return self._failed(repr(error))
 
     def _failed(self, error: str, *, uncopied: type | None = None) -> Any:
-        """Keep the reason for a refusal, and return `_FAILED`."""
+        """Store the reason for an error message, and return `_FAILED`."""
         self._error, self._uncopied = error, uncopied
         return _FAILED
 
 
 class _Uncopied(TypeError):
-    """An object cannot be copied; the argument is its type."""
+    """Raised if an object cannot be copied; the argument is the object's type."""
 
 
 class BadShare:
-    """Ends training if most samples are bad, since it would silently train on little but noise.
+    """Ends training if most samples are bad, since steps would then be little but noise.
 
-    Samples are judged at the end of a draw, `_JUDGED` or more of them together. A unit has at most
-    `per_unit` samples in a draw, so `per_unit` bad samples of each draw are not counted. A single
-    unit, whatever it holds, can thus end training only if more than half of the other samples are
-    bad already. With draws of one or two samples this check never ends training.
+    The check runs at the end of a logical batch, on `_JUDGED` or more samples together. A unit has
+    at most `per_unit` samples in a logical batch, so `per_unit` bad samples of each are not
+    counted. Whatever its contents, a single unit can thus end training only if more than half of
+    the other samples are bad. With logical batches of one or two samples training never ends.
 
     Args:
-        per_unit: the largest number of samples of a privacy unit in a draw.
+        per_unit: the largest number of samples of a privacy unit in a logical batch.
     """
 
     def __init__(self, per_unit: int = 1) -> None:
@@ -523,7 +524,7 @@ class BadShare:
         Args:
             samples: number of samples of the microbatch.
             bad: number of bad samples among them.
-            is_last: whether the microbatch ends its draw.
+            is_last: whether the microbatch ends its logical batch.
 
         Raises:
             PrivateRefusal: most samples are bad.
@@ -535,8 +536,8 @@ class BadShare:
             return
         if 2 * (self._bad - self._excused) > self._samples:
             raise PrivateRefusal(
-                "most of the entries of the last draws could not be read, or are not like most of "
-                "the dataset's first seven entries (other fields, dtypes or shapes, such as "
+                "most of the entries of the last batches could not be read, or are not like most "
+                "of the dataset's first seven entries (other fields, dtypes or shapes, such as "
                 "fractions instead of integers), so steps would release little but noise: give "
                 "all entries the same form in the dataset or in collate_fn",
                 samples=self._samples,
@@ -546,13 +547,13 @@ class BadShare:
 
 
 class _Form:
-    """The fields, dtypes and lengths of batches of entries like the model entry.
+    """The fields, dtypes and lengths that a batch of fitting entries must have.
 
     Args:
         index: index of the model entry in the dataset.
         entry: the model entry.
-        two, three: batches of the model entry repeated twice and three times, which show which
-            dimensions are the rows.
+        two, three: batches of the model entry repeated twice and three times; the dimensions in
+            which they differ are the rows.
     """
 
     def __init__(self, index: int, entry: Any, two: Any, three: Any) -> None:
@@ -570,7 +571,7 @@ class _Form:
     def adopted(self, batch: Any) -> Any:
         """Convert numbers of narrower dtypes in a batch to the dtypes of the form.
 
-        So an integer becomes the same value whether its batch has a fraction or not.
+        So the dtype of an integer does not depend on whether its batch contains a fraction.
         """
         new = {}
         for place, x in _numbers_of(batch):
@@ -580,18 +581,18 @@ class _Form:
         return _replaced(batch, new) if new else batch
 
     def has_fields_of(self, batch: Any, size: int) -> bool:
-        """Whether a batch of `size` entries has the same fields and dtypes."""
+        """Return whether a batch of `size` entries has the form's fields and dtypes."""
         return self._of(batch, size)[0] == self._fields
 
     def has_made(self, batch: Any, size: int) -> bool:
-        """`has_fields_of`, and the lengths that do not vary among entries that fit are equal."""
+        """Like `has_fields_of`, and the lengths that all fitting entries have in common too."""
         fields, lengths = self._of(batch, size)
         return fields == self._fields and all(
             lengths[place] == own or place in self._varying for place, own in self._lengths.items()
         )
 
     def note_lengths(self, batch: Any, size: int) -> None:
-        """Note which lengths vary, from a batch of entries that all fit."""
+        """Record the lengths that vary, from a batch in which all entries fit."""
         _, lengths = self._of(batch, size)
         self._varying |= {p for p, own in self._lengths.items() if lengths[p] != own}
 
@@ -603,7 +604,7 @@ class _Form:
 
 
 def _numbers_of(batch: Any, place: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """(place, tensor or array) of all tensors and arrays of a batch."""
+    """Yield (place, value) of all tensors and arrays of a batch."""
     if isinstance(batch, Tensor | np.ndarray):
         yield place, batch
     elif depth < _DEPTH:
@@ -619,21 +620,21 @@ def _without_values(x: Any) -> Any:
 
 
 def _longest_in_each(lengths: Sequence[int], each: int) -> list[int]:
-    """For each row, the largest length among the rows of its unit."""
+    """Return, for each row, the largest length among the rows of its unit."""
     parts = [max(lengths[i : i + each]) for i in range(0, len(lengths), each)]
     return [length for length in parts for _ in range(each)][: len(lengths)]
 
 
 def _stable(batch: Any, again: Any) -> set[str]:
-    """The places whose values have the same bits in two batches of the same entries."""
+    """Return the places whose values have the same bits in two batches of the same entries."""
     others = dict(_numbers_of(again))
     return {n for n, x in _numbers_of(batch) if n in others and _is_same(x, others[n])}
 
 
 def _with_places_of(batch: Any, shorter: Any, stable: Collection[str]) -> Any | None:
-    """The shorter batch, with unstable values (a counter, a time) taken from the batch.
+    """Return the shorter batch, with unstable values (a counter, a time) taken from the batch.
 
-    None if an unstable value has another shape in the batch.
+    Return None if an unstable value has another shape in the batch.
     """
     own, new = dict(_numbers_of(batch)), {}
     for place, x in _numbers_of(shorter):
@@ -655,14 +656,14 @@ def _is_same(x: Any, y: Any) -> bool:
 
 
 def _holds(dtype: Any, other: Any) -> bool:
-    """Whether type promotion of `dtype` and `other` gives `dtype`."""
+    """Return whether type promotion of `dtype` and `other` gives `dtype`."""
     if isinstance(dtype, torch.dtype):
         return torch.promote_types(dtype, other) == dtype
     return {dtype.kind, other.kind} <= set("biuf") and np.promote_types(dtype, other) == dtype
 
 
 def _replaced(batch: Any, new: dict[int, Any], depth: int = 0) -> Any:
-    """The batch with tensors and arrays replaced; `new` maps the id of each to a new one."""
+    """Replace tensors and arrays of a batch; `new` maps the id of an old one to a new one."""
     if next(iter(parts_of(batch)), None) is None and not isinstance(batch, Tensor | np.ndarray):
         for name, part in parts_within(batch) if depth < _DEPTH else ():
             changed = _replaced(part, new, depth + 1)
@@ -675,7 +676,7 @@ def _replaced(batch: Any, new: dict[int, Any], depth: int = 0) -> Any:
 def _described(
     batch: Any, two: Any, three: Any, size: int, place: str = ""
 ) -> Iterator[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
-    """(place, kind, lengths) of all parts of a batch; the number of rows is not a length."""
+    """Yield (place, kind, lengths) of all parts of a batch; the number of rows is no length."""
     if isinstance(batch, Tensor) and batch.is_nested:
         yield place, (type(batch), batch.dtype), ()
         return
@@ -695,13 +696,13 @@ def _described(
     of_two, of_three = dict(parts_within(two)), dict(parts_within(three))
     is_container = next(iter(parts_of(batch)), None) is not None
     for name, part in parts_within(batch):
-        # In objects of other classes only tensors and arrays count.
+        # In objects of other classes, compare tensors and arrays alone.
         if is_container or isinstance(part, Tensor | np.ndarray):
             yield from _described(part, of_two.get(name), of_three.get(name), size, place + name)
 
 
 def _kind_of(x: Any, *, with_lengths: bool, depth: int = 0) -> Hashable:
-    """Types, dtypes and names of an entry's parts, and also lengths if they are public."""
+    """Return the types, dtypes and names of an entry's parts, and lengths if `with_lengths`."""
     if isinstance(x, Tensor | np.ndarray):
         storage = tuple(str(getattr(x, name, None)) for name in _STORAGE)
         objects: Any = x if getattr(x.dtype, "hasobject", False) else np.empty(0)
@@ -722,7 +723,7 @@ def _kind_of(x: Any, *, with_lengths: bool, depth: int = 0) -> Hashable:
 
 
 def _with_floats(entry: Any, own: Any, depth: int = 0) -> Any:
-    """The entry with integers converted to floating point where `own` has floating point."""
+    """Return the entry, with integers converted to float wherever the entry `own` has floats."""
     if isinstance(entry, Tensor | np.ndarray):
         if type(entry) is not type(own) or not _is_floating(own) or not _is_integer(entry):
             return entry

@@ -1,7 +1,7 @@
 """Lengths of samples: checks whether they are public, and `PadTo`, which makes them public.
 
-If a collate function pads to the longest sample of a batch, that sample determines the shapes of
-all other samples, and so the kernels that compute them.
+If a collate function pads to the longest sample of a batch, that sample determines the padded
+length of all other samples, and thereby the kernels that compute them and their rounding.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _TARGETS = ("labels", "label", "targets", "target", "y")
 
 
 class PadTo:
-    """A `collate_fn` that pads or cuts each sample to one public length.
+    """A `collate_fn` that pads or truncates each sample to one public length.
 
     Args:
-        length: T, the size to give dimension 0 of each tensor or list of a sample.
+        length: T, the size of dimension 0 of each tensor or list of a sample after padding.
         padding_value: the value to append; None means 0. If samples are mappings or tuples, it may
             be a mapping from keys or positions to values; other fields are padded with 0. For
             targets pass the index that the loss ignores: ``PadTo(512, {"labels": -100})``.
             `make_private` refuses a key that entries do not have. It also refuses a field of
             integers that looks like targets, by name or position, if it has no padding value.
 
-    A sample is a tensor, a list of numbers, or a mapping or tuple of these. Scalars and strings in
-    it are collated without padding.
+    A sample is a tensor, a list of numbers, or a mapping or tuple of tensors and lists. Its
+    scalars and strings are collated without padding.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class PadTo:
         missing = self.length - value.shape[0]
         given = self.padding_value
         padding = given.get(name, 0) if isinstance(given, Mapping) else given or 0
-        sides = (0, 0) * (value.ndim - 1) + (0, missing)  # a negative number cuts
+        sides = (0, 0) * (value.ndim - 1) + (0, missing)  # a negative number truncates
         return F.pad(value, sides, value=padding)
 
 
 def _has_integers(value: Any) -> bool:
-    """Whether a value is a sequence of integers, as token targets are; bool masks are not."""
+    """Return whether a value is a sequence of integers, like token targets; bool masks are not."""
     if isinstance(value, list):
         return bool(value) and isinstance(value[0], int) and not isinstance(value[0], bool)
     is_tensor = isinstance(value, Tensor) and value.ndim > 0 and value.dtype != torch.bool
@@ -103,7 +103,7 @@ class Lengths:
         declared: public length that batches must have; None if no length is declared.
 
     Attributes:
-        differ: whether two batches had different shapes, apart from dimension 0.
+        differ: whether two batches had different shapes, ignoring dimension 0.
     """
 
     def __init__(self, declared: int | None = None) -> None:
@@ -117,7 +117,7 @@ class Lengths:
 
         Args:
             batch: nested tensors and arrays.
-            rows: the public number of rows. A dimension 0 of another size counts as a length.
+            rows: the public number of rows. If dimension 0 has another size, it is a length.
 
         Raises:
             PrivateRefusal: shapes differ although a public length is declared.

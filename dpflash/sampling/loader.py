@@ -1,8 +1,8 @@
 """PrivateDataLoader: yields logical batches in microbatches with a public number of rows.
 
-One noisy step releases one logical batch, which consists of one or more microbatches. The mark of
-its last microbatch travels with the data, so a loop that stops within a logical batch leaves no
-stale state. `slots` chooses the rows of a microbatch that hold samples.
+One optimizer step releases one logical batch, which consists of one or more microbatches. Each
+microbatch is yielded with a mark that says whether it is the last one, so a loop that stops within
+a logical batch leaves no stale state. `slots` chooses the rows that hold samples.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from .unit_slots import UnitSlots
 
 
 class _Seeded:
-    """The microbatches of a sampler, each with the seed for reading its entries."""
+    """Iterates over a sampler's microbatches, and adds the seed for reading their entries."""
 
     def __init__(
         self, rows: Any, place: Callable[[int], tuple[int, int, int]], seeds: LoopSeeds
@@ -69,7 +69,7 @@ class _Seeded:
 
     def __iter__(self) -> Iterator[SeededIndices]:
         for number, indices in enumerate(self._rows):
-            # Seeded here, after a sampler of the user has drawn its own random numbers.
+            # Begin here, after a sampler of the user has drawn its own random numbers.
             self._seeds.begin()
             yield SeededIndices(indices, self._seeds.of("reading", *self._place(number)))
 
@@ -77,9 +77,9 @@ class _Seeded:
 class _CollateForOthers:
     """The user's collate function for other loaders, whose batches have no padding rows.
 
-    An empty draw becomes a batch of one padding row, a copy of entry 0. If DataLoader workers
-    fetch ahead, the row is blank, since a loop that leaves out steps could count it as a sample,
-    see `BatchTracker`.
+    An empty logical batch becomes one padding row, a copy of entry 0. If DataLoader workers fetch
+    ahead, the row is blank, since a loop that leaves out steps could count it as a sample, see
+    `BatchTracker`.
 
     Raises:
         PrivateRefusal: an entry cannot be part of a batch, and no padding row can replace it.
@@ -104,7 +104,7 @@ class _CollateForOthers:
         return map_leaves(_blank, batch, kinds=_VALUES) if self.blank else batch
 
 
-# The options that the private loader takes from the user's loader.
+# The options that the private loader copies from the user's loader.
 _KEPT = (
     *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("prefetch_factor", "persistent_workers"),
@@ -115,7 +115,7 @@ _VALUES = (Tensor, np.ndarray, np.generic, *_PLAIN)
 
 
 def _blank(value: Any) -> Any:
-    """Return a value of the same kind and shape that holds no data."""
+    """Return a value of the same type and shape that holds no data."""
     if isinstance(value, Tensor):
         return torch.zeros_like(value)
     if isinstance(value, np.ndarray):
@@ -126,47 +126,47 @@ def _blank(value: Any) -> Any:
 
 
 def _real(mark: BatchMark) -> Tensor:
-    """`[U]`, bool: which samples of a microbatch are not padding."""
+    """Return `[U]`, bool: True for samples of a microbatch that are not padding."""
     return torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real
 
 
 class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
-    """A DataLoader that draws logical batches, in microbatches with a public number of rows.
+    """A DataLoader of logical batches, in microbatches with a public number of rows.
 
-    The samples of a draw are in secret random rows of its microbatches. The other rows are padding
-    rows: they repeat a sample of the batch (entry 0 in an empty batch) and contribute zero, since
-    their clipping factor is 0. A loader that iterates `batch_sampler` itself, such as Opacus'
-    BatchMemoryManager, gets the samples alone, and one padding row for an empty draw.
+    The samples of a logical batch are in secret random rows of its microbatches. The other rows
+    are padding rows: they repeat a sample of the batch (entry 0 in an empty batch) and contribute
+    zero, since their clipping factor is 0. A loader that iterates `batch_sampler` itself, such as
+    Opacus' BatchMemoryManager, gets the samples alone, and one padding row for an empty batch.
 
     Args:
         loader: the plain loader.
-        plan: how logical batches are drawn.
-        key: 32 bytes; the draws are a function of the key.
+        plan: the sampling scheme of the logical batches.
+        key: 32 bytes, from which all samples are drawn.
         physical_batch_size: largest number of rows of a microbatch; None for no bound.
-        rank_part: (index of this rank, number of ranks), where the ranks split each draw.
+        rank_part: (index of this rank, number of ranks that divide each logical batch).
         public_length: public length of dimension 1; None if no length is declared.
         foreign_batches: whether training also accepts batches that are not from this loader.
         devices: the model's devices other than the CPU.
 
     Attributes:
-        plan: how logical batches are drawn, and the privacy cost of releasing one.
+        plan: the sampling scheme, and the privacy cost of releasing a logical batch.
         sampler_name: "poisson", "truncated_poisson", "cyclic_poisson", "random_allocation",
             "fixed_size", or "shuffled" for epochs without amplification.
-        sample_rate: probability of a sample in a draw; None for "fixed_size" and "shuffled".
+        sample_rate: probability of a sample in a batch; None for "fixed_size" and "shuffled".
         expected_batch_size: the public divisor of a step.
-        steps_per_epoch: logical batches of one epoch.
-        dataset_size: the declared public size, else the size of the dataset.
-        slots: rows of each microbatch of this rank; None for "shuffled", whose batches have
-            the loader's own sizes.
+        steps_per_epoch: number of logical batches in an epoch.
+        dataset_size: the declared public size, or else the number of samples in the dataset.
+        slots: number of rows of each microbatch on this rank; None for "shuffled", whose batches
+            have the loader's own sizes.
         has_pairs: whether samples are pairs of rows, see `dpflash.packing.Pairs`.
         lengths: compares the shapes of the loader's batches.
-        seen: recognises the loader's batches in calls of the model.
+        seen: recognizes the loader's batches in calls of the model.
         tracker: follows the training loop over the batches.
     """
 
     no_copy = (
-        "it would make the same draws, charged as new ones. Iterate over it again for new draws; "
-        "for another run call make_private of another PrivacyEngine"
+        "it would draw the same samples, charged as new ones. Iterate over it again for new "
+        "batches; for another run call make_private of another PrivacyEngine"
     )
 
     def __init__(
@@ -251,12 +251,12 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
                 what = "noise_mechanism= of several bands" if plan.bands > 1 else "sampling="
                 what += "" if plan.bands > 1 else repr(plan.sampling)
                 source.refuse_other_loaders(
-                    f"{what} needs the number of each draw, which another loader does not report: "
-                    "iterate over the loader that make_private returned, without "
+                    f"{what} needs the number of each logical batch, which another loader does "
+                    "not report: iterate over the loader that make_private returned, without "
                     "BatchMemoryManager; physical_batch_size= bounds its microbatches"
                 )
         options = {name: getattr(loader, name) for name in _KEPT}
-        # DataLoader workers get their seeds from this generator, also in loaders that copy it.
+        # DataLoader workers get their seeds from this generator, also in loaders that reuse it.
         options["generator"] = torch.Generator().manual_seed(self._seeds.of("workers"))
         collate, readable = loader.collate_fn, ReadableEntries(plan.dataset)
         self._fitting: FittingCollate | None = None
@@ -274,7 +274,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         super().__init__(
             plan.dataset,
             batch_sampler=source,
-            # Used by loaders that copy this one, which get empty draws as empty lists.
+            # Used by other loaders over batch_sampler, which get an empty batch as an empty list.
             collate_fn=_CollateForOthers(made, readable, blank=loader.num_workers > 0),
             **options,
         )
@@ -291,7 +291,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
                 self._rows = UnitSlots(self._draws, self.slots, units)
             else:
                 self._rows = SlotSampler(self._draws, self.slots)
-        # Padding rows are made here and not in batch_sampler, since other loaders that iterate
+        # Padding rows are added here and not in batch_sampler, since other loaders that iterate
         # batch_sampler would train on padding rows.
         rows = source if self._draws is None else self._rows
         self._padded: DataLoader[Any] = DataLoader(
@@ -305,7 +305,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         return self._key if self._draws is None else self._draws.key
 
     def _place(self, number: int) -> tuple[int, int, int]:
-        """(epoch, draw, microbatch) of the last microbatch that the sampler yielded."""
+        """Return (epoch, draw, microbatch) of the last microbatch that the sampler yielded."""
         if self._draws is None:
             return self.tracker.epochs, number, 0
         mark = self._rows.last
@@ -314,35 +314,35 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
 
     @property
     def is_real(self) -> Tensor:
-        """`[B]`, bool: which rows of the current microbatch are samples. PRIVATE: keep it secret.
+        """`[B]`, bool: True for the current microbatch's rows that are samples. PRIVATE.
 
         With packed documents it has one element for each document, with pairs one for each pair.
-        It is False everywhere in a trial, where a mean would be NaN. So use sums and counts:
-        `total += losses[loader.is_real].sum()` and `count += loader.is_real.sum()`. The losses of
-        padding rows have no meaning.
+        In an isolation test (trial) all elements are False, so that a mean would be NaN. Use sums
+        and counts: `total += losses[loader.is_real].sum()`, `count += loader.is_real.sum()`. The
+        losses of padding rows have no meaning.
         """
         mark = self._current_mark()
         if mark.units is not None and mark.units.are_rows and not self.has_pairs:
             mark = mark.of_rows
-        # The clipping gates read the original.
+        # Clone, since the clipped backward reads the original.
         return torch.ones(mark.size, dtype=torch.bool) if mark.real is None else mark.real.clone()
 
     @property
     def is_last(self) -> bool:
-        """Whether the current microbatch ends its logical batch, which step() releases."""
+        """Whether the current microbatch is the last of its logical batch, so step() releases."""
         return self._current_mark().last
 
     @property
     def bad_entries(self) -> int:
-        """Number of samples that a padding row replaced so far, and of entries without unit.
+        """Number of samples that could not be read or collated, and of entries without a unit.
 
-        These samples could not be read or put into a batch. PRIVATE.
+        Padding rows have replaced these samples. PRIVATE.
         """
         return self._bad_entries
 
     @property
     def releases(self) -> int:
-        """The number of logical batches whose release has begun or ended so far.
+        """Number of logical batches whose release has begun or ended so far.
 
         It is public, unlike the number of microbatches. Use it to count steps and for schedules.
         """
@@ -352,18 +352,18 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         if self._mark is None:
             raise RuntimeError(
                 "there is no current batch of this loader: iterate over it first. Batches of "
-                "BatchMemoryManager are its own: in place of `if loader.is_last:` write `if not "
-                "optimizer.step_was_skipped:` after optimizer.step(); all rows of its batches are "
-                "samples"
+                "BatchMemoryManager are not this loader's: in place of `if loader.is_last:` write "
+                "`if not optimizer.step_was_skipped:` after optimizer.step(); all rows of its "
+                "batches are samples"
             )
         return self._mark
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # The samplers ask too, but with DataLoader workers they run ahead of the releases.
+        # The samplers test this too, but with DataLoader workers they run ahead of the releases.
         draw = None if self._draws is None else self._draws.position
         if not self.tracker.may_begin(True, draw):
             if draw is not None and self.plan.bands > 1:
-                # The rest of the round belongs to a draw that the loop has left.
+                # The rest of the round belongs to a logical batch that the loop has left.
                 self.tracker.resume(draw, returns=self.tracker.returns)
             return
         self.tracker.abandon()
@@ -393,7 +393,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
                 return
 
     def seed_loop(self, purpose: str = "loop") -> None:
-        """Seed the random numbers that the loop draws in this run of the current microbatch."""
+        """Seed the generators for the loop's random numbers on the current microbatch."""
         mark = self._current_mark()
         epoch = self.tracker.epochs if self._draws is None else 0
         self._seeds.seed(purpose, epoch, mark.draw, mark.microbatch)
@@ -401,11 +401,11 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
             self._place_trial.start()
 
     def drawing_apart(self) -> AbstractContextManager[None]:
-        """Draw random numbers in the block without changing later random numbers."""
+        """Return a context in which random numbers do not change later random numbers."""
         return self._seeds.apart()
 
     def _fetched(self) -> Iterator[Collated]:
-        """Yield the DataLoader's batches; only a sampler of the user draws from its generators."""
+        """Yield the DataLoader's batches; only a user's sampler may advance the generators."""
         if self._draws is not None:
             self._seeds.begin()
         batches, trial, fitting = iter(self._padded), self._trial, self._fitting
@@ -434,7 +434,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def _tried(
         self, made: Collated, mark: BatchMark, epoch: int
     ) -> Iterator[tuple[Any, BatchMark]]:
-        """Yield the microbatch; before it the public example and its altered versions, if due."""
+        """Yield the microbatch; before it, if due, the public example and the trials."""
         trial, batch = self._trial, made.batch
         if trial is not None:
             trial.sandbox.end_microbatch()
@@ -462,11 +462,11 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         yield batch, mark
 
     def _example_tried(self, mark: BatchMark, epoch: int) -> Iterator[tuple[Any, BatchMark]]:
-        """Yield the example of make_private, altered and unaltered, before any microbatch."""
+        """Yield make_private's example, altered and unaltered, before the first microbatch."""
         for given in () if self._example is None else self._example.runs():
             size = len(given.kept)
             units = Pairs.units(size) if self.has_pairs else given.units
-            # Numbered -1, so that its random masks are not those of the first microbatch.
+            # Number it -1, so that its random masks are not those of the first microbatch.
             own = replace(BatchMark(mark.draw, size, False, -1).of_trial, units=units)
             self.tracker.begin_microbatch(own, epoch)
             yield given.batch, own
@@ -474,9 +474,9 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def _tried_elsewhere(
         self, made: Collated, mark: BatchMark, epoch: int, *, is_due: bool
     ) -> Iterator[tuple[Any, BatchMark]]:
-        """Yield a microbatch with its samples in other places, before itself, once per draw.
+        """Yield a microbatch with its samples in other rows, once per logical batch.
 
-        Samples have less padding or exchange their rows, or documents are elsewhere in their rows.
+        Samples have less padding or exchange their rows, or documents move within their rows.
         """
         place_trial = self._place_trial
         begins = mark.microbatch == 0
@@ -484,7 +484,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
             return
         for given in place_trial.runs(made.batch, self._places(made, mark, epoch)):
             try:
-                # Numbered below -1, so that these runs do not change the microbatch's own masks.
+                # Number below -1, so that these runs do not change the microbatch's own masks.
                 own = replace(mark.of_trial, microbatch=-2 - mark.microbatch)
                 if isinstance(given, PackedBatch):
                     own = replace(own, units=given.units)
@@ -498,7 +498,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
                     self.tracker.leave_trial()
 
     def _places(self, made: Collated, mark: BatchMark, epoch: int) -> list[Place]:
-        """Versions of a microbatch with its samples in other places."""
+        """Return versions of a microbatch with its samples in other rows."""
         if isinstance(made.batch, PackedBatch):
             other = moved(made.batch) or copied(made.batch)
             return [Place(other, self._kept_units([True] * mark.size, mark), OTHER_NEIGHBORS)]
@@ -514,7 +514,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         return places
 
     def _kept_units(self, rows: list[bool], mark: BatchMark) -> Tensor:
-        """`[U]`, bool: which samples keep all of their rows."""
+        """Return `[U]`, bool: True for samples that keep all of their rows."""
         index = torch.arange(mark.size) if mark.units is None else mark.units.index
         if len(index) != len(rows):  # `rows` has one element for each pair
             index = torch.arange(mark.size)
@@ -545,13 +545,13 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def try_first(
         self, trial: Trial, place_trial: PlaceTrial | None, example: ExampleTrial | None
     ) -> None:
-        """Set the trials, whose altered versions of a microbatch are yielded before it."""
+        """Set the trials, which yield altered versions of a microbatch before it."""
         self._trial, self._place_trial, self._example = trial, place_trial, example
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position. A draw that was not released yet counts as not drawn."""
+        """Return the position; a logical batch that was not released yet will be drawn again."""
         state = {"next_draw": self.tracker.next_draw, "returns": self.tracker.returns}
-        # If another loader signals the steps, the current draw is unknown.
+        # If another loader signals the steps, the current logical batch is unknown.
         if self.tracker.signalled and self._draws is not None:
             state["next_draw"] = self._draws.position
         return state
@@ -559,11 +559,11 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def load_state_dict(self, state: Mapping[str, int], *, key: bytes | None = None) -> None:
         """Continue at a position; open epochs end. All ranks call this together.
 
-        A loader that is set back makes other draws instead of those that it has already made.
+        If the position is an earlier one, the logical batches from there on are sampled anew.
 
         Args:
             state: a `state_dict()` of a loader with this sampling scheme.
-            key: a key that replaces the loader's own key; None to keep it.
+            key: a key that replaces the loader's own key; None to keep the own key.
         """
         draw, returns = int(state["next_draw"]), int(state.get("returns", 0))
         if self._draws is None:

@@ -1,8 +1,8 @@
 """LogicalBatches: iterates over a private loader by logical batch, for loops that count steps.
 
 Trainers make one optimizer step per element of a loader, and stop after `len(loader)` elements.
-The number of microbatches of a logical batch is random and private, so here one element holds all
-microbatches of a logical batch.
+The number of microbatches of a logical batch is random and private. So one element of
+LogicalBatches holds all microbatches of a logical batch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .loader import PrivateDataLoader
 
 
 class LogicalBatch:
-    """The microbatches of one logical batch, loaded while the loop iterates over it, once.
+    """Iterates, once, over the microbatches of a logical batch, and loads them one by one.
 
     Args:
         loader: the loader that yields the microbatches.
         first: the first microbatch.
         others: the loader's iterator, which yields the other microbatches.
-        device: the device to move tensors to; None to leave them where they are.
+        device: the device to which tensors are moved; None to leave them on their device.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LogicalBatch:
 
     def __iter__(self) -> Iterator[Any]:
         with self._loader.tracker.inside():
-            # In trials the loop may have drawn another number of random values before this.
+            # In a trial the loop may have drawn a different number of random values before.
             self._loader.seed_loop()
             yield self._moved(self._first)
             while not self._loader.is_last:
@@ -107,7 +107,7 @@ class LogicalBatches:
             yield LogicalBatch(self.loader, first, microbatches)
             if not self.loader.is_last:
                 raise PrivateRefusal(
-                    "the next logical batch was asked for before the last microbatch of this one: "
-                    "iterate over the whole LogicalBatch and call engine.backward(losses) for "
-                    "each of its microbatches, then call optimizer.step()"
+                    "the next logical batch was asked for before the last microbatch of the "
+                    "current one: iterate over the whole LogicalBatch and call "
+                    "engine.backward(losses) for each of its microbatches, then optimizer.step()"
                 ) from None

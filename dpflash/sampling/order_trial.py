@@ -1,4 +1,4 @@
-"""Tests before training whether a dataset and its collate function keep the order of entries."""
+"""Tests before training that a dataset and its collate function keep the order of entries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .entries import FittingCollate, ReadableEntries, Unreadable, copied
 _CANDIDATES = 32
 _CHOICES = 4
 _BATCHES = 8
-# The means of random rows differ by more than 3 standard errors in less than 1 of 100 pairs.
+# Two means of random rows differ by more than 3 standard errors in less than 1 of 100 cases.
 _ERRORS = 3.0
 _AGREE = 3
 _SECONDS = 3.0
@@ -30,10 +30,10 @@ _DEPTH = 8  # objects may hold each other
 def moves_rows(fitting: FittingCollate) -> bool:
     """Return whether rows are in another order than the entries from which they are made.
 
-    Batches of three entries are made in several orders, to find the row of each entry's content.
-    Random contents (augmentation, dropout) are compared by their means over 8 batches. The test
-    combines short and long entries, and adjacent entries. An order that depends on other entries
-    or on random numbers is not detected.
+    Batches of three entries are made in several orders, to find out which row holds each entry.
+    Random contents (augmentation, dropout) are compared by their means over 8 batches. The three
+    entries are of different lengths, or adjacent in the dataset. An order of rows that depends on
+    other entries or on random numbers is not detected.
 
     Args:
         fitting: the function and the dataset, of which at most 32 entries are read.
@@ -46,7 +46,7 @@ def moves_rows(fitting: FittingCollate) -> bool:
             raise TimeoutError
         if fitting.dataset.reads_together:
             return fitting.collate(fitting.dataset.together(indices))
-        # A function may change its entries in place, and they may belong to the dataset.
+        # Copy, since a function may change entries in place, which may belong to the dataset.
         return fitting.collate([copied(read[index]) for index in indices])
 
     for chosen in _choices(read):
@@ -77,7 +77,7 @@ def _read(dataset: ReadableEntries) -> dict[int, Any]:
 
 
 def _choices(read: dict[int, Any]) -> Iterator[list[int]]:
-    """Indices of a short, a long and a medium entry, and of entries that follow each other."""
+    """Yield three indices: of a short, a long and a medium entry, or of adjacent entries."""
     sizes = {index: _vector(entry).numel() for index, entry in read.items()}
     by_size = sorted(sizes, key=sizes.__getitem__)
     half = len(by_size) // 2
@@ -88,7 +88,7 @@ def _choices(read: dict[int, Any]) -> Iterator[list[int]]:
 
 
 def _is_moved(make: Callable[[list[int]], Any], entries: list[int], others: list[int]) -> bool:
-    """Whether some field has its rows in another order, and no field in the entries' order.
+    """Return whether some field has its rows in another order, and no field in the entries' order.
 
     Args:
         make: function that makes a batch from indices.
@@ -100,7 +100,7 @@ def _is_moved(make: Callable[[list[int]], Any], entries: list[int], others: list
     expected = tuple(map(others.index, entries))
     for alone, before, after in zip(*batches, strict=True):
         if any(_is_apart(*_distance(alone[:, 0], alone[:, row])) for row in range(1, size)):
-            continue  # The field numbers the rows.
+            continue  # The field contains row numbers.
         length = max(before.shape[2], after.shape[2])
         x, y = (F.pad(rows, (0, length - rows.shape[2])) for rows in (before, after))
         found = {}
@@ -116,7 +116,7 @@ def _is_moved(make: Callable[[list[int]], Any], entries: list[int], others: list
 
 
 def _distance(x: Tensor, y: Tensor) -> tuple[float, float]:
-    """The distance of the means of two samples `[n, d]`, and its standard error."""
+    """Return the distance between the means of two samples `[n, d]`, and its standard error."""
     error = sum(float(z.var(0, correction=1).sum()) / len(z) for z in (x, y)) ** 0.5
     return float((x.mean(0) - y.mean(0)).norm()), error
 
@@ -126,7 +126,7 @@ def _is_apart(distance: float, error: float) -> bool:
 
 
 def _fields(make: Callable[[list[int]], Any], indices: list[int]) -> list[Tensor]:
-    """`[n, B, d]` for each field that has a row for each of B entries, from n batches."""
+    """Return `[n, B, d]`, from n batches, for each field with a row for each of B entries."""
     size = len(indices)
     batches = [list(_columns(make(indices), size)) for _ in range(2)]
     if any(not torch.equal(x, y) for x, y in zip(*batches, strict=True)):
@@ -140,7 +140,7 @@ def _fields(make: Callable[[list[int]], Any], indices: list[int]) -> list[Tensor
 
 
 def _columns(batch: Any, size: int, depth: int = 0) -> Iterator[Tensor]:
-    """`[B, d]` for each part of a batch that has B rows; a tuple of B fields counts as one."""
+    """Yield `[B, d]` for each part of a batch with B rows, also for a tuple of B fields."""
     is_array = isinstance(batch, Tensor | np.ndarray)
     if (batch.ndim if is_array else isinstance(batch, list | tuple)) and len(batch) == size:
         yield pad_sequence([_vector(row) for row in batch], batch_first=True)
@@ -150,7 +150,7 @@ def _columns(batch: Any, size: int, depth: int = 0) -> Iterator[Tensor]:
 
 
 def _vector(value: Any, depth: int = 0) -> Tensor:
-    """The numbers and texts in a value, as numbers of double precision `[d]`."""
+    """Return the numbers and strings in a value as float64 numbers `[d]`."""
     if isinstance(value, np.ndarray | np.generic):
         is_number = value.dtype.kind in "biuf"
         value = torch.as_tensor(value.astype(np.float64)) if is_number else value.tolist()

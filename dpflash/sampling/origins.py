@@ -1,4 +1,4 @@
-"""The entries of which a dataset consists, inside of Subset and ConcatDataset."""
+"""Detects changed and repeated entries of a dataset, also inside Subset and ConcatDataset."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..refusal import PrivateRefusal
 
 
 class FixedEntries:
-    """The entries of a dataset, for which draws, units and epsilon are computed.
+    """Checks that a dataset keeps the entries for which sampling, units and epsilon were computed.
 
-    The contents of the entries may change, as in a curriculum.
+    The contents of the entries may change, for example in a curriculum.
     """
 
     def __init__(self, dataset: Dataset[Any]) -> None:
@@ -22,18 +22,15 @@ class FixedEntries:
         self._seen = _digest(dataset)
 
     def refuse_changed(self) -> None:
-        """Refuse a dataset whose entries have changed.
-
-        Raises:
-            PrivateRefusal: the length, or an entry inside of Subset or ConcatDataset, differs.
-        """
+        """Raise PrivateRefusal if the length, or an entry in Subset or ConcatDataset, changed."""
         if _digest(self._dataset) != self._seen:
             raise PrivateRefusal(
                 "data_loader.dataset has other entries than in make_private (it was extended or "
-                "cut, or the indices of a Subset were replaced), but draws and epsilon were "
-                "computed for those. Call engine.detach(model), and make_private with the new "
-                "dataset: the epsilons add up. Whether an entry is in the new dataset must depend "
-                "on that entry alone (a threshold), and not on others (the k hardest)"
+                "truncated, or the indices of a Subset were replaced), but sampling and epsilon "
+                "were computed for the earlier entries. Call engine.detach(model), and "
+                "make_private with the new dataset: the epsilons add up. Whether an entry is in "
+                "the new dataset must depend on that entry alone (a threshold), and not on others "
+                "(the k hardest)"
             ) from None
 
 
@@ -47,19 +44,19 @@ def _digest(dataset: Dataset[Any]) -> int | bytes:
 
 
 def refuse_repeated(dataset: Dataset[Any]) -> None:
-    """Refuse a dataset that visibly has an entry more than once, for instance by oversampling."""
+    """Refuse a dataset that visibly has an entry more than once, for example by oversampling."""
     whose, which = _origins(dataset, {})
     if len(np.unique(whose * (which.max() + 1) + which)) < len(which):
         raise ValueError(
             "data_loader.dataset has an entry more than once (a dataset that is twice in a "
             "ConcatDataset, or indices of a Subset that repeat). Each copy would be a separate "
-            "privacy unit, and epsilon would be too small. Take the entry once, and give its loss "
-            "a larger weight; or pass unit_of=, which names one unit for all of its copies"
+            "privacy unit, and epsilon would be too small. Include the entry once, and give its "
+            "loss a larger weight; or pass unit_of=, which names one unit for all of its copies"
         )
 
 
 def _origins(dataset: Dataset[Any], known: dict[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """For each entry, the number of the innermost dataset that holds it, and its index there."""
+    """Return, for each entry, the number of the innermost dataset with it, and its index there."""
     if type(dataset) is ConcatDataset:
         parts = [_origins(part, known) for part in dataset.datasets]
         return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])

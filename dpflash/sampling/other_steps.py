@@ -1,8 +1,8 @@
-"""Steps of other optimizers (a GAN's generator, a probe) inside the loop over a private loader.
+"""Refuses steps of other optimizers (a GAN's generator, a probe) once per private microbatch.
 
-The number of microbatches of a draw is private. If another optimizer stepped in each microbatch,
-private data would determine its number of steps. While a loop iterates over a private loader, a
-hook that runs before each optimizer's step refuses such steps.
+The number of microbatches of a logical batch is private. If another optimizer stepped in each
+microbatch, private data would determine its number of steps. While a loop iterates over a private
+loader, a hook before each optimizer's step refuses such steps.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from .tracker import BatchTracker
 
 _COUNTED = (
     "another optimizer's step() in a microbatch of the private loader that is a trial, or not the "
-    "last of its draw: the number of microbatches is private, so these steps would be counted by "
-    "private data. Step the other model (a GAN's generator, a probe) only if `loader.is_last` is "
-    "True, as often as `loader.releases` counts, or outside of the loop, whose iterator must not "
-    "be kept"
+    "last of its logical batch: the number of microbatches is private, so these steps would be "
+    "counted by private data. Step the other model (a GAN's generator, a probe) only if "
+    "`loader.is_last` is True, as often as `loader.releases` counts, or outside of the loop, "
+    "whose iterator must not be kept"
 )
 
-# For each loader over which loops iterate now, the thread of each iterator.
+# Loader over which loops iterate now -> the thread of each iterator.
 _iterated: WeakKeyDictionary[BatchTracker, list[int]] = WeakKeyDictionary()
-# Optimizers inside private optimizers, which control their steps.
+# The optimizers that private optimizers wrap; a wrapped optimizer refuses other steps itself.
 wrapped_optimizers: WeakSet[Optimizer] = WeakSet()
 
 
 class _Steps:
-    """When a parameter was stepped, by the number of microbatches that each loader had yielded."""
+    """The steps of one parameter, as the number of microbatches that each loader had yielded."""
 
     def __init__(self) -> None:
         self._free: WeakKeyDictionary[BatchTracker, int] = WeakKeyDictionary()
-        # Also with the numbers of microbatches of the loaders that were within a draw then.
+        # Also the numbers of microbatches of the loaders that were within a logical batch then.
         self._ends: WeakKeyDictionary[BatchTracker, tuple[int, list[int]]] = WeakKeyDictionary()
 
     def may_take(self, within: Sequence[BatchTracker], ended: Sequence[BatchTracker]) -> bool:
-        """Whether a step is at a draw's end, or in the first microbatch with a step of a loader.
+        """Return whether the step is at a batch's end, or in a loader's first microbatch with one.
 
-        The end of one loader's draw allows no further steps while other loaders continue: its
-        iterator may be kept, or belong to an outer loop.
+        The end of one loader's logical batch allows no further steps while other loaders continue:
+        its iterator may be kept, or belong to an outer loop.
         """
         places = [tracker.received for tracker in within]
         for tracker in ended:
@@ -57,14 +57,14 @@ class _Steps:
         return all(self._free.setdefault(t, t.received) == t.received for t in within)
 
 
-# By parameter, since an optimizer may be made anew for each step. It outlives loops: private data
-# would also determine steps in a microbatch number that few draws reach, one in each loop.
+# Keyed by parameter, since an optimizer may be created anew for each step. It outlives loops:
+# otherwise one step per loop, in a microbatch that few logical batches have, would be allowed.
 _stepped: Any = WeakIdKeyDictionary()
 
 
 @contextmanager
 def refusing_counted_steps(tracker: BatchTracker) -> Iterator[None]:
-    """Refuse such steps in the block, in which the loop iterates over the tracker's loader."""
+    """Refuse such steps in the with block, while a loop iterates over the tracker's loader."""
     threads, own = _iterated.setdefault(tracker, []), get_ident()
     threads.append(own)
     hook = register_optimizer_step_pre_hook(_before_step)
@@ -82,7 +82,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def refuse_counted_step(optimizer: Optimizer, *, has_closure: bool = False) -> None:
-    """Refuse a step of parameters within a draw if they were stepped in another microbatch."""
+    """Refuse a step within a logical batch if its parameters stepped in another microbatch."""
     thread = get_ident()
     own = [tracker for tracker, threads in _iterated.items() if thread in threads]
     within = [t for t in own if not (t.is_waiting or t.current is None or t.current.last)]
@@ -91,7 +91,7 @@ def refuse_counted_step(optimizer: Optimizer, *, has_closure: bool = False) -> N
     ended = [tracker for tracker in own if tracker not in within]
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter.grad is None and not has_closure:
-            continue  # The step does not change it, as in the private model before a release.
+            continue  # A step does not change a parameter without a gradient.
         if not _stepped.setdefault(parameter, _Steps()).may_take(within, ended):
             with within[0].noting_refusals():
                 raise PrivateRefusal(_COUNTED) from None

@@ -1,4 +1,4 @@
-"""PackedSampler: divides the documents of a draw into microbatches of packed rows."""
+"""PackedSampler: divides the documents of a logical batch into microbatches of packed rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIRST = 7  # number of entries that are checked before the first batch
 
 
 class DocumentsOf(Dataset[tuple[Any, int]]):
-    """Reads the samples that `PackedSampler` yields: (sample, number of tokens reserved for it).
+    """Reads the samples that `PackedSampler` yields: (index, number of tokens reserved for it).
 
     Args:
         dataset: dataset of single documents.
@@ -42,7 +42,7 @@ class DocumentsOf(Dataset[tuple[Any, int]]):
 
 
 class PackedCollate:
-    """Packs the samples of a microbatch, and lists samples that are not documents as bad."""
+    """Packs the samples of a microbatch; samples that are not documents are bad rows."""
 
     def __init__(self, pack: PackTo) -> None:
         self.pack = pack
@@ -51,7 +51,7 @@ class PackedCollate:
         return self.placed([(sample, self.pack.length_of(sample)) for sample in samples])
 
     def placed(self, samples: list[tuple[Any, int]]) -> Collated:
-        """Pack samples of `DocumentsOf`, each cut to the number of tokens reserved for it."""
+        """Pack samples of `DocumentsOf`, each truncated to the tokens reserved for it."""
         read = [self.pack.read(sample, room) for sample, room in samples]
         batch = self.pack.packed(read, [room for _, room in samples])
         return Collated(batch, [i for i, parts in enumerate(read) if not parts])
@@ -60,17 +60,17 @@ class PackedCollate:
 class PackedSampler(SlotSampler):
     """A `SlotSampler` of documents, which `PackTo.microbatches` divides into microbatches.
 
-    All ranks get the same number of microbatches. Yields (index, length) of each sample, with a
-    tuple of indices if units are drawn.
+    All ranks get the same number of microbatches. Yields one list for each microbatch, with the
+    pair (index, length) of each sample, or (tuple of indices, length) if units are sampled.
 
     Args:
-        draws: the sampler, whose key also chooses documents of units.
+        draws: the sampler, whose key also determines the choice of a unit's documents.
         dataset: dataset of documents. Most of its first entries must be documents. The length of a
-            document is read when it is first drawn. If a later read returns a longer document, it
-            is cut to that length, so that no other document moves.
+            document is read when it is first sampled. If a later read returns a longer document,
+            it is truncated to that length, so that no other document moves.
         collate: packs the samples of a microbatch.
-        groups: the documents of each unit, if units are drawn. Documents of a unit that do not fit
-            into a microbatch are left out.
+        groups: the documents of each unit, if units are sampled. Documents of a unit that do not
+            fit into a microbatch are left out.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class PackedSampler(SlotSampler):
         first = [self._dataset[i] for i in range(min(_FIRST, len(self._dataset)))]
         if 2 * sum(not self._collate.read(entry) for entry in first) > len(first):
             raise PrivateRefusal(
-                "entries of the dataset are no documents for PackTo: expected 1-D tensors or "
+                "entries of the dataset are not documents for PackTo: expected 1-D tensors or "
                 "lists of token ids, or mappings with these as 'input_ids' (and 'labels' of the "
                 "same length); convert the entries in the dataset"
             ) from None
@@ -126,7 +126,7 @@ class PackedSampler(SlotSampler):
     def _length(self, index: int) -> int:
         if index not in self._lengths:
             with random_state_kept():
-                # Seeded, so that a random length is the same on all ranks.
+                # Seed, so that a random length is the same on all ranks.
                 seed_generators(seed_of(self._draws.key, f"length-{index}"))
                 self._lengths[index] = self._collate.length_of(self._dataset[index])
         return self._lengths[index]

@@ -1,4 +1,4 @@
-"""SamplingPlan: how logical batches are drawn, and the privacy cost of releasing one."""
+"""SamplingPlan: the sampling scheme of the logical batches, and the privacy cost of a release."""
 
 from __future__ import annotations
 
@@ -52,29 +52,29 @@ from .unit_groups import UnitGroups
 
 ALLOCATION = "random_allocation"
 SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic_poisson", ALLOCATION)
-# Samplings that draw samples independently of each other, so that draws vary in size.
+# Samplings that draw samples independently of each other, so that logical batches vary in size.
 INDEPENDENT = ("poisson", "cyclic_poisson", ALLOCATION)
-# Key in `scheme` of a digest of who owns which entry. PRIVATE.
+# Key in `scheme` of a digest of the entries of each unit. PRIVATE.
 ENTRIES_OF_UNITS = "entries of each unit"
-# A probability that is negligible against delta, in thousands of steps and with epsilon 10.
+# A probability that is negligible compared to delta, in thousands of steps and with epsilon 10.
 _FREE = 1e-16
 
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How a run draws logical batches. Public, except num_samples if a public size is declared.
+    """The sampling scheme of a run. Public, except num_samples if a public size is declared.
 
     Attributes:
         sampling: one of `SAMPLINGS`.
-        dataset: the entries that may be drawn.
-        num_samples: the number of samples: of units if units are drawn, else of entries.
-        dataset_size: the declared public size, else num_samples.
+        dataset: the dataset that is sampled from.
+        num_samples: the number of units if units are sampled, else the number of entries.
+        dataset_size: the declared public size, or else num_samples.
         has_public_size: whether a public size was declared.
         batch_size: batch size of the user's loader.
-        sample_rate: probability of a sample in a draw, for samplings in `INDEPENDENT`. For cyclic
-            draws it is the probability if the part of the draw is not known.
-        steps_per_epoch: logical batches of one epoch.
-        max_batch_size: a draw with more samples is cut to this size; None for no cut.
+        sample_rate: probability of a sample in a logical batch, for samplings in `INDEPENDENT`.
+            For cyclic Poisson sampling it is the probability averaged over the parts.
+        steps_per_epoch: number of logical batches in an epoch.
+        max_batch_size: larger logical batches are truncated to this size; None for no limit.
         max_dataset_size: declared upper bound of any dataset's size; None if not declared.
         groups: the entries of each privacy unit; None if each entry is a unit.
         packing: the collate function that packs documents; None if rows are samples.
@@ -113,7 +113,7 @@ class SamplingPlan:
     ) -> SamplingPlan:
         """Return the plan for the dataset and the batch size of a plain loader.
 
-        The other arguments are those of `dpflash.PrivacyConfig`, and the entries of its units.
+        The other arguments are fields of `dpflash.PrivacyConfig`; `groups` are its units' entries.
 
         Raises:
             ValueError: the loader's sampling cannot be replaced or accounted for, or its batches
@@ -139,13 +139,13 @@ class SamplingPlan:
             rate = 1 / steps
         if noise_mechanism is not None:
             _refuse_small_parts(noise_mechanism.bands, batch_size, rate)
-        # If no size was declared, the dataset's own size counts as public.
+        # If no size was declared, the number of entries counts as public.
         most = max_dataset_size or num_samples
         if max_batch_size is not None and num_samples > most:
             raise PrivateRefusal(
                 f"data_loader.dataset has more entries than max_dataset_size={most}, so "
-                "max_batch_size would cut draws more often than accounted for; pass a public "
-                "number that no dataset of this kind exceeds",
+                "max_batch_size would truncate batches more often than accounted for; pass a "
+                "public number that no dataset of this kind exceeds",
                 num_samples=num_samples,
             ) from None
         if sampling == "shuffled":
@@ -169,18 +169,18 @@ class SamplingPlan:
             mechanism=noise_mechanism,
         )
 
-    # Draws
+    # Logical batches
 
     @property
     def expected_batch_size(self) -> float:
-        """The expected number of samples in a draw, which is the divisor of a step."""
+        """The expected number of samples in a logical batch, which is the divisor of a step."""
         if self.sampling == ALLOCATION:
             return self.dataset_size / self.steps_per_epoch
         return float(self.batch_size)
 
     @property
     def cut(self) -> int | None:
-        """The size to which draws are cut; None if no draw can be larger."""
+        """The size to which logical batches are truncated; None if none can be larger."""
         return None if (self.max_batch_size or 0) >= self._most else self.max_batch_size
 
     @property
@@ -189,7 +189,7 @@ class SamplingPlan:
 
     @property
     def least_free_cut(self) -> int:
-        """The least max_batch_size whose effect on delta is negligible."""
+        """The smallest max_batch_size whose effect on delta is negligible."""
 
         def is_free(cap: int) -> bool:
             return truncation_probability(self._most, self.sample_rate, cap) < _FREE
@@ -197,11 +197,11 @@ class SamplingPlan:
         return 1 + bisect_left(range(1, self._most), True, key=is_free)
 
     def slots(self, *, ranks: int = 1, at_most: int | None = None) -> int | None:
-        """Return the number of slots of each microbatch of a rank; None for shuffled epochs.
+        """Return the number of rows of each microbatch on a rank; None for shuffled epochs.
 
         Args:
-            ranks: number of ranks that split each draw.
-            at_most: upper bound of the number of slots; None for no bound.
+            ranks: number of ranks that divide each logical batch.
+            at_most: upper bound of the number of rows; None for no bound.
         """
         if self.sampling == "shuffled":
             return None
@@ -216,16 +216,16 @@ class SamplingPlan:
 
     @property
     def bands(self) -> int:
-        """How many releases of a block one `event` covers, see `dpflash.step.block`."""
+        """Number of bands of the noise; if above 1, `event` is the cost of as many releases."""
         return 1 if self.mechanism is None else self.mechanism.bands
 
     @property
     def rate_of_part(self) -> float:
-        """The probability of a sample in a draw from its own part."""
+        """The probability of a sample in a logical batch that is sampled from its part."""
         return 1.0 if self.sample_rate * self.bands > 1 else self.sample_rate * self.bands
 
     def events_of(self, steps: int) -> int:
-        """Return how often `event` is charged for `steps` logical batches, if none is lost."""
+        """Return how often `event` is charged for `steps` logical batches without interruption."""
         is_epoch = self.event_covers_epoch or self.is_allocated
         return -(-steps // (self.steps_per_epoch if is_epoch else self.bands))
 
@@ -242,8 +242,8 @@ class SamplingPlan:
     def event(self, noise_multiplier: float) -> Event:
         """Return the cost of releasing one logical batch with this noise.
 
-        With shuffled epochs or random allocation the event covers a whole epoch, with the epoch's
-        least noise multiplier. With cyclic draws it covers one logical batch of each part.
+        With shuffled epochs or random allocation the event is the cost of a whole epoch with its
+        smallest noise multiplier; with cyclic Poisson sampling, of one batch from each part.
         """
         if self.sampling == "shuffled":
             return ShuffledGaussian(noise_multiplier=noise_multiplier)
@@ -253,7 +253,7 @@ class SamplingPlan:
                 batch_size=self.batch_size,
                 num_samples=self.num_samples,
             )
-        # If entries have several units, who owns which entry is public.
+        # If entries have several units, the assignment of entries to units is public.
         is_public = self.has_public_size and not (self.groups and self.groups.has_shared)
         given: dict[str, Any] = {
             "relation": ADD_REMOVE if is_public else ZERO_OUT,
@@ -290,7 +290,7 @@ class SamplingPlan:
 
     @property
     def grouping(self) -> str | None:
-        """Digest of which entries form one unit; None if each entry is a unit. PRIVATE."""
+        """Digest of the entries of each unit; None if each entry is a unit. PRIVATE."""
         return None if self.groups is None else self.groups.digest
 
     @property
@@ -314,7 +314,7 @@ class SamplingPlan:
 
     @property
     def scheme(self) -> dict[str, Any]:
-        """The properties that must be equal in a saved run and in the run that resumes it."""
+        """The properties that a resumed run must share with the run that was saved."""
         scheme = {
             "sampler": self.sampler_name,
             "num_samples": self.dataset_size,
@@ -326,7 +326,7 @@ class SamplingPlan:
         if self.mechanism is not None and self.bands > 1:
             scheme["noise_mechanism"] = list(self.mechanism.coefficients)
         if self.groups is not None:
-            # If a unit were replaced by another, epsilon would miss some releases of both.
+            # If entries moved to other units, epsilon would miss some releases on these units.
             scheme[ENTRIES_OF_UNITS] = self.grouping
         return scheme if self.unit == SAMPLE else {**scheme, "unit": self.unit_in_words}
 
@@ -334,7 +334,7 @@ class SamplingPlan:
 def _declared(
     batch_size: int, size: int | None, rate: float | None, steps: int | None
 ) -> tuple[int, float, int]:
-    """(public size, sample rate, steps per epoch) from `size`, or from `rate` and `steps`."""
+    """Return (public size, sample rate, steps per epoch) from `size`, or `rate` and `steps`."""
     if size is None:
         assert rate is not None and steps is not None
         return round(Fraction(batch_size) / Fraction(rate)), rate, steps
@@ -351,13 +351,13 @@ def _refuse_small_parts(bands: int, batch_size: int, rate: float) -> None:
     if bands * rate > 1 and not math.isclose(bands * rate, 1, rel_tol=1e-9):
         raise ValueError(
             f"data_loader.batch_size={batch_size} with {bands} bands of noise_mechanism: each "
-            f"draw is from one of {bands} parts of the dataset, whose expected size is below "
-            "batch_size; pass a smaller batch_size, or fewer bands"
+            f"batch is sampled from one of {bands} parts of the dataset, whose expected size is "
+            "below batch_size; pass a smaller batch_size, or fewer bands"
         )
 
 
 def _length(dataset: Any) -> int:
-    """Number of entries of a map-style dataset; refuses an empty one."""
+    """Return the number of entries of a map-style dataset; refuse an empty dataset."""
     remedy = "use a map-style dataset, with __len__ and __getitem__"
     try:
         num_samples = len(dataset)
@@ -368,8 +368,8 @@ def _length(dataset: Any) -> int:
         ) from error
     if getattr(type(dataset), "__getitem__", None) in (None, Dataset.__getitem__):
         raise ValueError(
-            f"data_loader.dataset={type(dataset).__name__} has no __getitem__, which draws need "
-            f"to read single entries; {remedy}"
+            f"data_loader.dataset={type(dataset).__name__} has no __getitem__, which sampling "
+            f"needs to read single entries; {remedy}"
         )
     if num_samples == 0:
         raise ValueError("data_loader.dataset is empty; training needs at least one sample")
@@ -412,7 +412,7 @@ def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
         )
     positive_int(**{"data_loader.batch_size": loader.batch_size})
     num_samples = _length(loader.dataset)
-    # A subclass may draw differently.
+    # A subclass of a sampler may sample differently.
     plain = type(loader.sampler) is SequentialSampler or (
         type(loader.sampler) is RandomSampler
         and not loader.sampler.replacement
@@ -422,7 +422,7 @@ def check_loader(loader: DataLoader, *, sampling: str) -> tuple[int, int]:
         verb = "accounted for" if sampling == "shuffled" else f"replaced by {sampling} sampling"
         way_out = "DataLoader(dataset, batch_size=..., shuffle=True)"
         if isinstance(loader.sampler, SubsetRandomSampler):
-            # Drawing from the whole dataset would include the held-out entries.
+            # Sampling from the whole dataset would include the held-out entries.
             way_out = "DataLoader(Subset(dataset, indices), batch_size=...) with its indices"
         elif isinstance(loader.sampler, WeightedRandomSampler):
             way_out += ", and multiply the losses by public weights of the classes"

@@ -1,4 +1,4 @@
-"""Checks of what Accelerate and Lightning do with a private loader and optimizer."""
+"""Checks how Accelerate and Lightning use a private loader and optimizer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader
 class Prepared:
     """Mixin of the private loader and optimizer, which Accelerate must not wrap.
 
-    Accelerate's loader would draw other batches than the accountant assumes, and its optimizer
+    Accelerate's loader would yield batches other than the accountant assumes, and its optimizer
     would skip steps.
     """
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Read by `Accelerator.prepare`.
+        """True, so that `Accelerator.prepare` does not wrap this object.
 
         Raises:
             ValueError: the Accelerator accumulates gradients.
@@ -40,7 +40,7 @@ class Prepared:
 
 
 def refuse_lightning(closure: Callable[[], Any] | None, *, is_inside: bool) -> None:
-    """Refuse the closure of a Lightning Trainer whose steps are not those of logical batches.
+    """Refuse the closure of a Lightning Trainer that does not make one step per logical batch.
 
     Args:
         closure: the closure passed to the optimizer's step.
@@ -63,13 +63,13 @@ def refuse_lightning(closure: Callable[[], Any] | None, *, is_inside: bool) -> N
         )
     if is_inside:
         raise RuntimeError(
-            "optimizer.step() inside of `for microbatch in batch`: Lightning counts each call in "
+            "optimizer.step() inside `for microbatch in batch`: Lightning counts each call in "
             "trainer.global_step, which would reveal the number of microbatches. Call "
             "optimizer.step() and zero_grad() after that loop, once for each logical batch"
         )
     if module.trainer.world_size > 1:
         raise RuntimeError(
-            f"Lightning runs {module.trainer.world_size} processes, each of which would train a "
+            f"Lightning runs {module.trainer.world_size} processes, and each would train a "
             "separate model with its own epsilon: use Trainer(devices=1), or a plain loop with a "
             "mesh (docs/ranks.md)"
         )

@@ -1,7 +1,7 @@
 """CollatedOrder: finds batches whose rows are in another order than their entries.
 
-Padding rows are identified by their position. A collate function that sorts a batch, by length for
-instance, would move padding to the position of a sample, and a sample would be counted once for
+Padding rows are identified by their position. A collate function that sorts a batch, for example
+by length, would move padding to the position of a sample, and a sample would be counted once for
 each row that repeats it.
 """
 
@@ -21,7 +21,7 @@ from .batch_tensors import batch_tensors
 _LOOKED_AT = 8
 SORTING = (
     "so padding rows could not be distinguished from samples and nothing was released: keep the "
-    "loader's order, and sort inside of the model if a layer needs it (pack_padded_sequence "
+    "loader's order, and sort inside the model if a layer needs it (pack_padded_sequence "
     "has enforce_sorted=False)"
 )
 
@@ -29,9 +29,9 @@ SORTING = (
 class CollatedOrder:
     """Finds batches whose rows are in another order than the entries that were fetched.
 
-    Rows that repeat one entry are equal, unless the entry is random or rows were moved. Rows were
-    moved if the row of another entry has the content that this entry always becomes, and that
-    other entry always becomes something else. Moves between equal entries are not detected.
+    All rows that repeat one entry a are equal, unless reading a is random or rows were moved. Rows
+    were moved if the row of another entry b has the content that a always has, while b always has
+    another content. Moves between equal entries are not detected.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class CollatedOrder:
         Args:
             batch: the batch of the entries `indices`.
             indices: B indices of the dataset, of which some may repeat.
-            again: function of an index; returns a batch of the B entries and B + 1 more rows of
-                the entry with that index, which is fetched again.
+            again: function of an index that reads this entry again and returns a batch of the B
+                entries and B + 1 more rows of this entry.
         """
         size, (index, count) = len(indices), Counter(indices).most_common(1)[0]
         if count == 1 or not self._left:
@@ -67,7 +67,7 @@ class CollatedOrder:
 
 
 def _always(batch: Any, size: int) -> Tensor | None:
-    """Digests of the content that most of the 2 B + 1 rows of a batch have, or None.
+    """Return the digests that more than B of the 2 B + 1 rows of a batch have in common, or None.
 
     Args:
         batch: a batch of B entries and B + 1 rows of one entry.
@@ -86,7 +86,6 @@ def _are_equal(rows: Tensor) -> bool:
 
 
 def _with_rows(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
-    """The tensors with one row for each of the `size` rows of the batch."""
     return [
         x
         for x in tensors
@@ -95,5 +94,5 @@ def _with_rows(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
 
 
 def _digests(tensors: Sequence[Tensor]) -> Tensor:
-    """`[B, tensors]`: digests by row and tensor. Rows are compared in all tensors together."""
+    """Return the digest of each row in each tensor, `[B, tensors]`."""
     return torch.stack([row_digests(x).cpu() for x in tensors], 1)

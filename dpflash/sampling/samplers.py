@@ -1,4 +1,4 @@
-"""Samplers, which draw logical batches. `SamplingPlan.event` is the cost of releasing one."""
+"""Samplers of logical batches; `SamplingPlan.event` is the cost of releasing a logical batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tracker import EARLIER_EPOCH, BatchTracker
 
 
 class FixedDraws(Fixed):
-    """Base class of private loaders and samplers, whose attributes determine epsilon."""
+    """Base class of private loaders and samplers, whose attributes cannot be set."""
 
     fixed_by = "make_private"
     instead_of_setting = {
@@ -25,28 +25,28 @@ class FixedDraws(Fixed):
         "position": "a checkpoint sets it, engine.load_checkpoint(path)",
     }
     instead_of_setting_others = (
-        "draws and epsilon depend on that value. For another batch size or dataset in the same "
+        "sampling and epsilon depend on that value. For another batch size or dataset in the same "
         "run call engine.detach(model), and engine.make_private with a new DataLoader and the "
         "plain optimizer: the epsilons add up"
     )
 
 
 class DrawSampler(FixedDraws, Uncopied, ABC):
-    """Draws logical batches. Each draw is a function of (key, number of the draw).
+    """Base class of samplers. Logical batch t is a function of the key and t.
 
     Iteration yields this rank's samples only, at most physical_batch_size at a time. Only loaders
     other than the private loader iterate it; the private loader adds padding rows (see `slots`).
 
     Args:
         num_samples: size of the dataset.
-        steps_per_epoch: logical batches of one epoch.
-        key: 32 bytes; draw t is a function of (key, t).
+        steps_per_epoch: number of logical batches in an epoch.
+        key: 32 bytes; logical batch t is a function of (key, t).
         physical_batch_size: largest length of a yielded list of indices; None for no bound.
 
     Public attributes are set once, in `__init__`.
     """
 
-    no_copy = "it would make the same draws; iterate over the loader that make_private returned"
+    no_copy = "it would draw the same samples; iterate over the loader that make_private returned"
 
     def __init__(
         self,
@@ -69,33 +69,33 @@ class DrawSampler(FixedDraws, Uncopied, ABC):
         self._refusal: str | None = None
 
     def refuse_other_loaders(self, reason: str) -> None:
-        """Raise a ValueError with this reason if another loader iterates this sampler."""
+        """From now on, raise ValueError with this reason if another loader iterates this."""
         self._refusal = reason
 
     def follow(self, tracker: BatchTracker, rank_part: tuple[int, int]) -> None:
-        """Report epochs and draws to a tracker, and yield one rank's part of each draw."""
+        """Report epochs and batch sizes to a tracker, and yield one rank's part of each batch."""
         self._tracker = tracker
         self._rank_part = rank_part
 
     @property
     def position(self) -> int:
-        """The number of the next draw."""
+        """The number of the next logical batch."""
         return self._position
 
     @property
     def rank_part(self) -> tuple[int, int]:
-        """(index of this rank, number of ranks), where the ranks split each draw.
+        """(index of this rank, number of ranks that divide each logical batch).
 
-        All ranks yield the same number of microbatches of a draw; some may be empty.
+        All ranks yield the same number of microbatches; some may be empty.
         """
         return self._rank_part
 
     @abstractmethod
     def draw(self, index: int) -> list[int]:
-        """The samples of draw `index`, ascending; the same for the same key and index."""
+        """Return the samples of logical batch `index`, ascending, a function of key and index."""
 
     def logical_batches(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield (number of the draw, its samples on all ranks) over one epoch."""
+        """Yield (number of the logical batch, its samples on all ranks) over one epoch."""
         self._tracker.begin_epoch(self.position)
         if not self._tracker.may_begin(True):
             return
@@ -124,19 +124,19 @@ class DrawSampler(FixedDraws, Uncopied, ABC):
 
     @property
     def key(self) -> bytes:
-        """The key of the next draws."""
+        """The key of the next logical batches."""
         returns = self._tracker.returns
         return derive_key(self._key, f"return-{returns}") if returns else self._key
 
     def resume(self, position: int, *, returns: int = 0, key: bytes | None = None) -> None:
-        """Continue at a draw; the next epoch is the rest of the epoch to which the draw belongs.
+        """Continue at logical batch `position`; the next epoch is the rest of that batch's epoch.
 
-        If this sampler has already made that draw, it makes another one under a new key.
+        If this sampler has already drawn that logical batch, it draws another under a new key.
 
         Args:
-            position: number of the draw.
-            returns: how often the sampler had been set back when that draw was saved.
-            key: a key that replaces the sampler's own key; None to keep it.
+            position: number of the logical batch.
+            returns: how often the sampler had been set back when the position was saved.
+            key: a key that replaces the sampler's own key; None to keep the own key.
         """
         reached = (self._tracker.returns, self.position)
         if key not in (None, self._key):
@@ -160,16 +160,16 @@ class PoissonBatchSampler(DrawSampler):
 
     Args:
         num_samples: size of the dataset.
-        sample_rate: probability of each sample in each draw.
-        steps_per_epoch: logical batches of one epoch.
-        key: 32 bytes; draw t is a function of (key, t).
-        physical_batch_size: upper bound of an emitted list of indices; None for no bound.
-        max_batch_size: a draw with more samples is truncated to a uniform subset of this size;
+        sample_rate: probability of each sample in each logical batch.
+        steps_per_epoch: number of logical batches in an epoch.
+        key: 32 bytes; logical batch t is a function of (key, t).
+        physical_batch_size: largest length of a yielded list of indices; None for no bound.
+        max_batch_size: a larger logical batch is truncated to a uniform subset of this size;
             None for no truncation.
 
     Guarantees:
-        Inclusions are independent over samples and draws. Thresholds have 64 bits, so the
-        probability is sample_rate to 2^-64. Empty draws are yielded as empty lists.
+        Inclusions are independent over samples and logical batches. Thresholds have 64 bits, so
+        the probability is sample_rate to 2^-64. Empty batches are yielded as empty lists.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class PoissonBatchSampler(DrawSampler):
         self.max_batch_size = max_batch_size
 
     def draw(self, index: int) -> list[int]:
-        """The samples of draw `index`, ascending; the same for the same key and index."""
+        """Return the samples of logical batch `index`, ascending, a function of key and index."""
         cap = self.max_batch_size
         if self.sample_rate == 1 and (cap is None or cap >= self.num_samples):
             return list(range(self.num_samples))
@@ -211,22 +211,23 @@ class PoissonBatchSampler(DrawSampler):
 
 
 class CyclicPoissonBatchSampler(PoissonBatchSampler):
-    """Draws from the parts of the dataset in turn; each sample of a part is drawn independently.
+    """Samples from the parts of the dataset in turn; each sample of a part independently.
 
-    Draw t is from part t modulo the number of parts. A sample's part is uniformly random, and a
-    function of the key and the sample's index.
+    Logical batch t is sampled from part number t modulo `parts`. A sample's part is uniformly
+    random, and a function of the key and the sample's index.
 
     Args:
         num_samples: size of the dataset.
-        sample_rate: probability of each sample in each draw of its part.
+        sample_rate: probability of each sample in each logical batch from its part.
         parts: the number of parts. With 1 the sampler equals a `PoissonBatchSampler`.
-        steps_per_epoch: logical batches of one epoch.
-        key: 32 bytes; parts are a function of the key, and draw t is a function of (key, t).
+        steps_per_epoch: number of logical batches in an epoch.
+        key: 32 bytes; parts are a function of the key, and logical batch t of (key, t).
         physical_batch_size: largest length of a yielded list of indices; None for no bound.
 
     Guarantees:
         Parts and inclusions are independent between samples: adding a sample changes neither for
-        another sample. Under one key, two draws of a sample are a multiple of `parts` draws apart.
+        another sample. Under one key, the numbers of two batches with the same sample differ by a
+        multiple of `parts`.
     """
 
     def __init__(
@@ -251,16 +252,16 @@ class CyclicPoissonBatchSampler(PoissonBatchSampler):
         self._known: tuple[bytes, np.ndarray] | None = None
 
     def draw(self, index: int) -> list[int]:
-        """The samples of draw `index`, ascending; the same for the same key and index."""
+        """Return the samples of logical batch `index`, ascending, a function of key and index."""
         drawn = np.array(super().draw(index), dtype=np.int64)
         return [int(i) for i in drawn[self._parts()[drawn] == index % self.parts]]
 
     def _parts(self) -> np.ndarray:
-        """`[num_samples]`: the part of each sample."""
+        """Return the part of each sample, `[num_samples]`."""
         key = self.key
         if self._known is None or self._known[0] != key:
             words = uniform_words(derive_key(key, "parts"), index=0, count=self.num_samples)
-            # The modulo makes some parts likelier than others, by at most parts 2^-64 (relative).
+            # The modulo makes some parts likelier than others, by a relative parts * 2^-64.
             self._known = key, words % np.uint64(self.parts)
         return self._known[1]
 
@@ -268,31 +269,31 @@ class CyclicPoissonBatchSampler(PoissonBatchSampler):
 class RandomAllocationBatchSampler(DrawSampler):
     """Draws each sample in one random step of each epoch ("balls in bins").
 
-    Epoch e consists of draws e T to (e + 1) T - 1, where T is the number of steps of an epoch,
-    however often the loop begins to iterate. A sample's step is a function of the key, the epoch
-    and the sample's index.
+    Epoch e consists of logical batches e T to (e + 1) T - 1, where T is the number of steps of an
+    epoch, however often the loop begins to iterate. A sample's step is a function of the key, the
+    epoch and the sample's index.
 
     Args:
         num_samples: size of the dataset.
-        steps_per_epoch: T, logical batches of one epoch.
-        key: 32 bytes; the steps of epoch e are a function of (key, e).
+        steps_per_epoch: T, number of logical batches in an epoch.
+        key: 32 bytes; the samples' steps in epoch e are a function of (key, e).
         physical_batch_size: largest length of a yielded list of indices; None for no bound.
 
     Guarantees:
-        Under one key each sample is in exactly one draw of each epoch. This draw is uniform to
-        2^-64 and independent of other samples and epochs: adding a sample changes no other's draw.
-        Empty draws are yielded as empty lists.
+        Under one key each sample is in exactly one logical batch of each epoch. This batch is
+        uniform to 2^-64 and independent of other samples and epochs: adding a sample changes no
+        other sample's batch. Empty batches are yielded as empty lists.
     """
 
     _known: tuple[bytes, int, np.ndarray] | None = None
 
     def draw(self, index: int) -> list[int]:
-        """The samples of draw `index`, ascending; the same for the same key and index."""
+        """Return the samples of logical batch `index`, ascending, a function of key and index."""
         epoch, step = divmod(index, self.steps_per_epoch)
         return [int(i) for i in (self._steps(epoch) == step).nonzero()[0]]
 
     def _steps(self, epoch: int) -> np.ndarray:
-        """`[num_samples]`: the step of each sample in an epoch."""
+        """Return the step of each sample in an epoch, `[num_samples]`."""
         key = self.key
         if self._known is None or self._known[:2] != (key, epoch):
             own = derive_key(key, "allocation")
@@ -306,14 +307,14 @@ class FixedSizeBatchSampler(DrawSampler):
 
     Args:
         num_samples: size of the dataset.
-        batch_size: samples of a draw, at most num_samples.
-        steps_per_epoch: logical batches of one epoch.
-        key: 32 bytes; draw t is a function of (key, t).
-        physical_batch_size: upper bound of an emitted list of indices; None for no bound.
+        batch_size: samples of a logical batch, at most num_samples.
+        steps_per_epoch: number of logical batches in an epoch.
+        key: 32 bytes; logical batch t is a function of (key, t).
+        physical_batch_size: largest length of a yielded list of indices; None for no bound.
 
     Guarantees:
-        Draws are independent. They are uniform unless two 64-bit words are equal, which has
-        probability below num_samples^2 / 2^65 in a draw.
+        Logical batches are independent. They are uniform unless two 64-bit words are equal, which
+        has probability below num_samples^2 / 2^65 in a logical batch.
     """
 
     def __init__(
@@ -340,19 +341,19 @@ class FixedSizeBatchSampler(DrawSampler):
         self.batch_size = batch_size
 
     def draw(self, index: int) -> list[int]:
-        """The samples of draw `index`, ascending; the same for the same key and index."""
+        """Return the samples of logical batch `index`, ascending, a function of key and index."""
         return [int(i) for i in _least(self._words(index), self.batch_size)]
 
 
 def _least(words: np.ndarray, count: int) -> np.ndarray:
-    """Positions of the `count` smallest words, ascending."""
+    """Return the positions of the `count` smallest words, ascending."""
     if count >= len(words):
         return np.arange(len(words))
     return np.sort(np.argpartition(words, count - 1)[:count])
 
 
 class ShuffledBatchSampler(FixedDraws, BatchSampler):
-    """The batches of the user's loader; reports to the tracker, also if others iterate it."""
+    """Yields the batches of the user's loader, and reports to the tracker (for any loader)."""
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, tracker: BatchTracker):
         super().__init__(sampler, batch_size, drop_last)

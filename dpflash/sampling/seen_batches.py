@@ -1,4 +1,4 @@
-"""SeenBatches: recognises the private loader's batches in calls of the model."""
+"""SeenBatches: recognizes batches of the private loader in the arguments of the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .tracker import BatchMark
 # On a CPU all batches are checked; on a GPU, where each check waits for the device, 8 batches.
 _LOOKED_AT = 8
 _REMEMBERED = 1 << 16
-# Rows of fewer numbers may occur in another batch by chance.
+# Rows with fewer numbers than this may occur in another batch by chance.
 _DISTINCTIVE = 8
 
 # The `SeenBatches` of all loaders over which a loop iterates now.
@@ -27,7 +27,7 @@ _iterated: weakref.WeakSet[SeenBatches] = weakref.WeakSet()
 
 
 class SeenBatches:
-    """The batches that the loop has received from a private loader, by digests of their rows.
+    """Stores digests of the rows of the batches that the loop received from a private loader.
 
     Padding rows are known only by their position in the current batch. So the model must not get a
     batch of another private loader, or an earlier batch of this loader (trials included). Trials
@@ -42,8 +42,8 @@ class SeenBatches:
         # Hashes of whole tensors in earlier batches, and of their single rows.
         self._past: OrderedDict[int, None] = OrderedDict()
         self._past_rows: OrderedDict[int, None] = OrderedDict()
-        # Hashes of rows that were equal for all samples of a batch; the index of one row of each
-        # sample of the current batch.
+        # Hashes of rows that were equal for all samples of a batch; one row of each sample of the
+        # current batch.
         self._shared: OrderedDict[int, None] = OrderedDict()
         self._row_of_each: list[int] = []
         self._rows = 0
@@ -52,8 +52,8 @@ class SeenBatches:
 
     @contextmanager
     def iterated(self) -> Iterator[None]:
-        """Mark that the loop iterates over an epoch of the loader."""
-        # A local name, since the global one may be gone when the interpreter exits.
+        """Mark in the with block that the loop iterates over an epoch of the loader."""
+        # Use a local name, since the global one may be gone when the interpreter exits.
         iterated = _iterated
         iterated.add(self)
         try:
@@ -62,13 +62,13 @@ class SeenBatches:
             iterated.discard(self)
 
     def refusal(self) -> str | None:
-        """Return why the losses of the model's last call may not be released, or None."""
+        """Return the reason why losses of the model's last call must not be used, or None."""
         if not self._is_of_another:
             return None
         return (
             "the model got the batch of another private loader: it is unknown here which of its "
-            "rows are padding, which repeats a sample. Give each private model a loop over its "
-            "own loader, or combine both models in one module"
+            "rows are padding rows, which repeat a sample. Give each private model a loop over "
+            "its own loader, or combine both models in one module"
         )
 
     def observe(self, batch: Any, mark: BatchMark, each: int = 1) -> None:
@@ -105,7 +105,7 @@ class SeenBatches:
         """Check the tensors with which the model is called.
 
         Raises:
-            PrivateRefusal: a tensor is from an earlier batch, and none is from the current batch.
+            PrivateRefusal: one tensor is from an earlier batch, and none from the current batch.
         """
         others = {at for seen in _iterated for at in _storages(seen._tensors)}
         others -= _storages(self._tensors)
@@ -128,9 +128,10 @@ class SeenBatches:
             ) from None
 
     def of_batch(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """Return the arguments of the model that are, or may be made from, the batch's tensors.
+        """Return the model's arguments that are, or may be computed from, the batch's tensors.
 
-        If there are more arguments of one shape than the batch has, they may be of the loop.
+        If the model got more arguments of one shape than the batch has tensors of this shape, the
+        loop may have created them.
         """
         left = Counter(x.shape[:2] for x in self._tensors)
         left.subtract(x.shape[:2] for x in given)
@@ -141,8 +142,7 @@ class SeenBatches:
         """Check the tensors with which the model is called on public data.
 
         Raises:
-            PrivateRefusal: a row with at least 8 different numbers is from a batch of the private
-                loader.
+            PrivateRefusal: a row is from a batch of the private loader, see `drawn`.
         """
         if self._has_unknown and not self._has_warned:
             self._has_warned = True
@@ -161,10 +161,10 @@ class SeenBatches:
             ) from None
 
     def drawn(self, given: Sequence[Tensor]) -> list[int]:
-        """Return the rows that come from the loader's last batches. PRIVATE.
+        """Return the indices of rows that come from the loader's last batches. PRIVATE.
 
-        Rows are not recognised if they have fewer than 8 different numbers, if the loop has
-        changed them, or if they were equal for all samples of a batch, such as position_ids.
+        Rows are not recognized if they have fewer than 8 different numbers, if the loop has
+        changed them, or if they were equal for all samples of a batch, like position_ids.
         """
         own = {row for rows in self._rows_of_batch() for row in rows.hashes}
         found = set()
@@ -178,9 +178,9 @@ class SeenBatches:
         return sorted(found)
 
     def _rows_of_batch(self) -> list[_Rows]:
-        """`_Rows` of the current batch's tensors; notes tensors with equal rows for all samples.
+        """Return `_Rows` of the current batch's tensors; record rows that all samples share.
 
-        Not if all samples are equal in all tensors: padding may then repeat a single sample.
+        Record none if the samples differ in no tensor: padding may then repeat a single sample.
         """
         found = [_Rows(x) for x in self._tensors if _has_rows(x)]
         each = self._row_of_each
@@ -203,9 +203,9 @@ class _Rows:
 
     Attributes:
         form: shape and dtype of the tensor.
-        hash: hash of form and digests.
-        hashes: hash of each row; for rows of integers, without the zeros that pad the row.
-        is_distinctive: whether another batch is unlikely to have the same tensor.
+        hash: hash of `form` and of the digests.
+        hashes: hash of each row; for rows of integers, of the row without the zeros at its end.
+        is_distinctive: whether another batch is unlikely to contain an equal tensor.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -224,7 +224,7 @@ class _Rows:
 
 
 def _row_of_each(mark: BatchMark, each: int) -> list[int]:
-    """One row of each sample that is not padding; none if a row holds several samples."""
+    """Return one row of each sample that is not padding; [] if a row holds several samples."""
     units = mark.units
     if mark.is_trial:
         return []

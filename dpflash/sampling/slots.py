@@ -1,8 +1,8 @@
-"""Slots: the number of rows of a microbatch, and the rows that hold the samples of a draw.
+"""Slots: the number of rows of a microbatch, and the choice of the rows that hold samples.
 
-The number of rows is public. The samples of a draw are in secret random rows. The other rows are
-padding rows, whose clipping factor is 0. With an additional sample the microbatches differ in one
-filled row only, so the same kernels run and the other samples are rounded in the same way.
+The number of rows is public. The samples of a logical batch are in secret random rows. The other
+rows are padding rows, whose clipping factor is 0. With an additional sample the microbatches
+differ in one row only, so the same kernels run and the other samples are rounded in the same way.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ..packing import Units
 from ..privacy.keys import derive_key, uniform_words
 from .tracker import BatchMark
 
-# Largest fraction of padding rows, averaged over draws.
+# Largest fraction of padding rows, averaged over logical batches.
 MOST_PADDING = 0.1
 # If a rank expects fewer samples, a microbatch of two rows would often be half empty.
 _LEAST_PAIRED = 3
 
 
 def slots_of_size(size: int, *, ranks: int = 1, at_most: int | None = None) -> int:
-    """Return the rows of a microbatch for draws of `size` samples, in as few equal parts as fit.
+    """Return the rows of a microbatch for `size` samples in the fewest equal microbatches.
 
     Args:
-        size: number of samples of a draw.
-        ranks: number of ranks that split a draw.
-        at_most: upper bound of the rows; None for no bound.
+        size: number of samples of a logical batch.
+        ranks: number of ranks that divide a logical batch.
+        at_most: upper bound of the number of rows; None for no bound.
     """
     per_rank = -(-size // ranks)
     parts = -(-per_rank // (at_most or per_rank))
@@ -50,18 +50,19 @@ def slots_of_draws(
     at_most: int | None = None,
     cap: int | None = None,
 ) -> int:
-    """Return the rows of a microbatch for Poisson draws: the most with at most 10% mean padding.
+    """Return the number of rows of a microbatch for Poisson sampling.
 
-    The number is a power of two or three times one, so that vector loops have no scalar remainder.
-    It is at least two if a rank expects three samples or more. If `cap` samples fit into one
-    microbatch, it is that many: every draw is then one microbatch, at the price of more padding.
+    This is the largest number with at most 10% padding on average. It is a power of two or three
+    times a power of two, so that vector loops have no scalar remainder, and at least two if a rank
+    expects three samples or more. If a microbatch may hold `cap` samples, it has that many rows:
+    every logical batch is then one microbatch, with more padding.
 
     Args:
         num_samples: public size of the dataset.
-        sample_rate: probability of each sample in a draw.
-        ranks: number of ranks that split a draw.
-        at_most: upper bound of the rows; None for no bound.
-        cap: largest number of samples of a draw; None for no truncation.
+        sample_rate: probability of each sample in a logical batch.
+        ranks: number of ranks that divide a logical batch.
+        at_most: upper bound of the number of rows; None for no bound.
+        cap: largest number of samples of a logical batch; None for no truncation.
     """
     expected = mean_size = num_samples * sample_rate
     if sample_rate == 1:
@@ -82,16 +83,16 @@ def slots_of_draws(
 
 
 def _mean_rounds(num_samples: int, sample_rate: float, slots: int, cap: int | None) -> float:
-    """Mean number of microbatches of a draw, max(1, ceil(size / slots))."""
+    """Return the mean number of microbatches of a logical batch, max(1, ceil(size / slots))."""
     mean = num_samples * sample_rate
-    likely = int(mean + 12 * mean**0.5) + 40  # larger draws are negligible for the mean
+    likely = int(mean + 12 * mean**0.5) + 40  # larger batches are negligible for the mean
     most = min(num_samples, cap or num_samples, likely)
-    below = np.arange(1, -(-most // slots)) * slots  # each size, if exceeded, adds a microbatch
+    below = np.arange(1, -(-most // slots)) * slots  # exceeding any of these adds a microbatch
     return 1.0 + _sum_of_tails(below, num_samples, sample_rate)
 
 
 def _sum_of_tails(sizes: NDArray[np.int64], num_samples: int, sample_rate: float) -> float:
-    """Sum over `sizes` of the probability that a draw is larger than the size."""
+    """Return the sum over `sizes` of the probability that a logical batch is larger."""
     from scipy.special import bdtrc  # takes a third of a second to import
 
     return float(bdtrc(sizes, num_samples, sample_rate).sum())
@@ -102,14 +103,14 @@ class Draws(Protocol):
 
     @property
     def rank_part(self) -> tuple[int, int]:
-        """(index of this rank, number of ranks), where the ranks split each draw."""
+        """(index of this rank, number of ranks that divide each logical batch)."""
 
     @property
     def key(self) -> bytes:
-        """The key of the draws."""
+        """The key of the sampling."""
 
     def logical_batches(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield (number of the draw, its samples) over one epoch."""
+        """Yield (number of the logical batch, its samples) over one epoch."""
 
 
 class SlotSampler:
@@ -117,15 +118,15 @@ class SlotSampler:
 
     Args:
         draws: the sampler; the key of the slots is derived from its key.
-        slots: rows of each microbatch of each rank.
+        slots: number of rows of each microbatch on each rank.
 
     Attributes:
         marks: marks of the microbatches that were yielded and not taken yet, in order.
         last: mark of the microbatch that was yielded last.
 
     Guarantees:
-        The samples of a draw are in a uniformly random choice of its slots over all ranks, for any
-        samples. A draw has as many microbatches as it needs.
+        The samples of a logical batch are in uniformly random rows of its microbatches over all
+        ranks, for any samples. A logical batch has as many microbatches as its samples need.
     """
 
     def __init__(self, draws: Draws, slots: int):
@@ -135,7 +136,7 @@ class SlotSampler:
         self._draws = draws
 
     def __iter__(self) -> Iterator[list[Any]]:
-        # Each epoch has its own queue, so an older epoch that is still open keeps its marks.
+        # Each epoch has its own queue, so an earlier epoch that is still open keeps its marks.
         marks = None
         for draw, drawn in self._draws.logical_batches():
             if marks is None:
@@ -149,14 +150,14 @@ class SlotSampler:
                 yield rows
 
     def _rows(self, placed: Any, draw: int) -> tuple[list[Any], Tensor, Units | None]:
-        """The rows of a microbatch, which of its slots hold samples, and its units."""
+        """Return (indices of a microbatch's rows, bool mask of slots with samples, units)."""
         real = placed >= 0
         # Padding repeats a sample of the same batch, so that it adds no new length.
         filler = int(placed[real.argmax()]) if real.any() else 0
         return [int(x) if x >= 0 else filler for x in placed], torch.from_numpy(real), None
 
     def placed(self, draw: int, drawn: list[int]) -> Any:
-        """`[microbatches, slots]` of this rank: indices of samples, or -1 for padding rows."""
+        """Return this rank's `[microbatches, slots]`: indices of samples, or -1 for padding."""
         rank, ranks = self._draws.rank_part
         rounds = max(1, -(-len(drawn) // (self.slots * ranks)))
         key = derive_key(self._draws.key, "slots")
@@ -167,10 +168,10 @@ class SlotSampler:
 
 
 class RealRows:
-    """Tells which rows of the current microbatch are samples and which are padding.
+    """Returns the mask of the current microbatch's rows that are samples, on the model's device.
 
     Args:
-        mask_of: function from B to the mask `[B]`, bool, on the CPU; None if there is no padding.
+        mask_of: function from B to the mask `[B]`, bool, on the CPU, or to None without padding.
     """
 
     def __init__(self, mask_of: Callable[[int], Tensor | None]) -> None:
@@ -183,26 +184,26 @@ class RealRows:
         if mask is None:
             return None
         if self._held is None or self._held[0] is not mask or self._held[1].device != x.device:
-            # Pinned memory, so that the host does not wait for the copy.
+            # Use pinned memory, so that the host does not wait for the copy.
             is_cuda = x.device.type == "cuda"
             sent = mask.pin_memory() if is_cuda else mask
             self._held = (mask, sent.to(x.device, non_blocking=is_cuda))
         return self._held[1]
 
     def count(self, rows: int) -> int:
-        """The number of a microbatch's rows that are samples."""
+        """Return the number of a microbatch's rows that are samples."""
         mask = self.mask_of(rows)
         return rows if mask is None else int(mask.sum())
 
 
 def check_slots(expected_batch_size: float, max_grad_norm: float) -> None:
-    """Raise a ValueError for a batch size whose sums float64 might not hold exactly."""
+    """Raise ValueError if float64 might not represent the sums of a batch exactly."""
     if math.isinf(max_grad_norm):
         return
     most = exact_slots(grid_of(max_grad_norm), max_grad_norm)
-    # No draw exceeds twice the expected size, plus 4096 for small batches.
+    # No logical batch exceeds twice the expected size, plus 4096 for small batches.
     if 2 * expected_batch_size + 4096 > most:
         raise ValueError(
             f"data_loader.batch_size={expected_batch_size:g}: expected at most "
-            f"{(most - 4096) // 2}, whose sums are exact in float64; use smaller batches"
+            f"{(most - 4096) // 2}, so that sums are exact in float64; use smaller batches"
         )

@@ -1,7 +1,7 @@
-"""Synthetic samples, on which couplings of samples are tested before private data are read.
+"""Synthetic samples for tests that samples do not depend on each other.
 
-Their values come from a generator with a fixed seed. From the entries of a dataset only the
-fields, dtypes and shapes are used.
+The tests run before private data are read. The samples' values come from a generator with a fixed
+seed. From the entries of a dataset only the fields, dtypes and shapes are used.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .entries import ReadableEntries
 
 SAMPLES = 4
 TOKENS = 16  # largest number of tokens of a sample
-# A batch with more numbers than this has at most as many samples as a batch of training.
+# If a batch has more numbers than this, it gets at most as many samples as a batch of training.
 _LARGE = 1024
-# For each sample, how many tokens it is shorter than the longest. The total number of tokens
-# differs between each half of the samples and the samples that replace the other half.
+# For each sample, the number of tokens by which it is shorter than the longest. The total number
+# of tokens differs between each half of the samples and the samples that replace the other half.
 _SHORTER = (0, 7, 0, 2)
 # Number of first entries whose fields, dtypes and shapes are read.
 _FIRST = 7
@@ -52,11 +52,11 @@ class Ranges(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """The form of a field of an entry, apart from its shape."""
+    """The name and types of a field of an entry."""
 
     name: str
-    kind: type
-    dtype: Any  # of a tensor or an array, else None
+    kind: type  # class of the value, such as Tensor or list
+    dtype: Any  # dtype of a tensor or array, else None
     letter: str  # kind of values: "i" integers, "f" floating-point, "b" bool, "U" string
     ndim: int
 
@@ -78,17 +78,17 @@ def packing(at_most: int) -> PackTo:
 
 
 def batches(loader: DataLoader, ranges: Ranges, *, at_most: int) -> list[Any]:
-    """Make batches of one long sample, of one short sample, and twice of all samples.
+    """Return four batches: of one long sample, of one short sample, and twice of all samples.
 
     Args:
-        loader: the samples have the form of its dataset's entries, and its collate function
-            collates them.
+        loader: the user's loader, whose entries determine the form of the samples, and whose
+            collate function collates them.
         ranges: ranges of the samples' integers.
         at_most: number of samples of a batch, if a batch of all samples would be large.
 
     Returns:
         The four batches. An empty list if entries are not mappings of numbers and strings, if a
-        field's name does not give the range of its integers, or if the collate function fails.
+        field's name does not tell the range of its integers, or if the collate function fails.
     """
     collate: Any = loader.collate_fn
     entries: Sequence[Any] | None = None
@@ -114,14 +114,14 @@ def _first(loader: DataLoader) -> list[Any]:
         dataset,
         batch_sampler=[[*range(min(_FIRST, len(dataset)))]],
         collate_fn=list,
-        # Not in the main process, where files that the dataset opens would be open before a fork.
+        # Read in a worker if there are any, since files opened here would be open before a fork.
         num_workers=min(1, loader.num_workers),
     )
     return next(iter(made))
 
 
 def _alike(entries: Sequence[Any], ranges: Ranges) -> list[dict[str, Any]] | None:
-    """Synthetic entries with the form of most of these; None if a range is unknown."""
+    """Return synthetic entries with the form of most entries; None if a range is unknown."""
     described = [found for entry in entries if (found := _described(entry))]
     if not described:
         return None
@@ -139,7 +139,7 @@ def _alike(entries: Sequence[Any], ranges: Ranges) -> list[dict[str, Any]] | Non
 
 
 def _described(entry: Any) -> dict[_Form, tuple[int, ...]]:
-    """The shape of each field of an entry; empty if a field has an unsupported type."""
+    """Return the shape of each field of an entry; {} if a field has an unsupported type."""
     found: dict[_Form, tuple[int, ...]] = {}
     dtype: Any
     for name, value in entry.items() if isinstance(entry, Mapping) else ():
@@ -174,7 +174,7 @@ class _Values:
         self._rng = np.random.default_rng(0)
 
     def of(self, field: _Form, shape: tuple[int, ...] | None, number: int) -> Any:
-        """Make the value of a sample's field; None if its range is unknown.
+        """Return a value for a sample's field; None if the field's range is unknown.
 
         Args:
             field: the form of the field.
@@ -205,7 +205,7 @@ class _Values:
     def _sequence(
         self, name: str, longest: int, number: int, *, is_fixed: bool
     ) -> np.ndarray | None:
-        """Tokens, labels or a mask of a sample, padded to `longest` if the length is fixed."""
+        """Return tokens, labels or a mask, padded to `longest` if the length is fixed."""
         own, padding, tokens = lengths(longest)[number], 0, self._ranges.tokens
         if name in _TOKEN_IDS and tokens is not None:
             values, padding = self._rng.integers(tokens, size=longest), self._ranges.padding

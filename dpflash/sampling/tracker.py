@@ -25,9 +25,9 @@ FOREIGN = (
     "rows may belong to one sample, so nothing was released. Iterate over the loader that "
     "make_private returned, and do so anew in each epoch (itertools.cycle repeats old batches; "
     "after load_checkpoint the loader itself continues, without Accelerate's skip_first_batches). "
-    "Compute views of a sample inside of the model, and combine two models that share batches "
-    "into one module, called as a whole. make_private(foreign_batches=True) accepts your own "
-    f"batches; dpflash.PrivacyConfig lists what you guarantee then. {STEP_OF_ANOTHER}"
+    "Compute views of a sample inside the model, and combine two models that share batches into "
+    "one module, called as a whole. make_private(foreign_batches=True) accepts your own batches; "
+    f"dpflash.PrivacyConfig lists the properties that you must guarantee then. {STEP_OF_ANOTHER}"
 )
 OF_TOKENS = (
     "For losses of tokens pass the mean of each row: losses.view(len(x), -1).mean(1), or "
@@ -62,21 +62,21 @@ _UNRELEASED = (
     "a drawn batch was not released: optimizer.step() must follow each logical batch before the "
     "next one begins or the epoch ends, even if the batch is empty and whatever its losses are. "
     "Otherwise the number of steps reveals private data. Call step() of the optimizer that "
-    "make_private returned after each microbatch: it releases at the last microbatch of a draw, "
-    f"so that larger batches need no gradient accumulation of your own. {_ONLY_READ}"
+    "make_private returned after each microbatch: it releases at a logical batch's last "
+    f"microbatch, so larger batches need no gradient accumulation of your own. {_ONLY_READ}"
 )
 
 
 @dataclass(frozen=True)
 class BatchMark:
-    """Travels with a microbatch and identifies its logical batch.
+    """Describes a microbatch and its place in the logical batch.
 
     Attributes:
         draw: number of the logical batch.
-        size: number of rows of the microbatch, padding rows included; with `units`, their number.
+        size: number of rows, padding rows included; with `units`, the number of units.
         last: whether the microbatch is the last one of the logical batch.
         microbatch: index of the microbatch in the logical batch.
-        real: `[size]`, bool: which rows (or units) are samples; None if all of them are.
+        real: `[size]`, bool: True for rows (or units) that are samples; None if all are samples.
         units: the samples, if samples are not rows; else None.
         is_trial: whether this is a trial of the microbatch (see `Trial`), which is not trained on.
     """
@@ -91,7 +91,7 @@ class BatchMark:
 
     @property
     def of_rows(self) -> BatchMark:
-        """The mark with one element per row, if samples are units: whether the row has a unit."""
+        """The mark with rows in place of units: `real` is True for rows that belong to a unit."""
         units = self.units
         if units is None:
             return self
@@ -102,12 +102,12 @@ class BatchMark:
 
     @property
     def of_trial(self) -> BatchMark:
-        """The mark of a trial of this microbatch; none of its samples is real."""
+        """The mark of a trial of this microbatch, whose samples are all marked as padding."""
         none = torch.zeros(self.size, dtype=torch.bool)
         return replace(self, last=False, real=none, is_trial=True)
 
     def without(self, bad: Sequence[int]) -> BatchMark:
-        """Return the mark with these entries, or the units that have one of them, as padding."""
+        """Return the mark with these entries, or the units that contain them, as padding."""
         if not bad and self.real is not None:
             return self
         real = torch.ones(self.size, dtype=torch.bool) if self.real is None else self.real.clone()
@@ -119,7 +119,7 @@ class BatchMark:
 
     @property
     def count(self) -> int:
-        """The number of samples."""
+        """Number of samples, without padding."""
         return self.size if self.real is None else int(self.real.sum())
 
 
@@ -128,26 +128,26 @@ class LogicalBatch(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether some microbatches of a logical batch wait for their release."""
+        """Whether the sum holds microbatches of a logical batch that was not released yet."""
 
     @property
     def releases(self) -> int:
-        """The number of releases charged so far."""
+        """Number of releases charged so far."""
 
     def begin_microbatch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
         """Begin a microbatch with this number of samples, which are its rows or units."""
 
     def begin_row(self) -> None:
-        """Begin a row that is trained on as a microbatch of its own."""
+        """Begin one row, which is trained on like a microbatch."""
 
     def may_begin(self, new_epoch: bool, draw: int | None) -> bool:
-        """Whether the loader may draw another logical batch, with number `draw` if given."""
+        """Return whether the loader may draw another logical batch, see `BatchTracker`."""
 
     def abandon(self) -> None:
         """Drop the logical batch, since the loop began another epoch."""
 
     def noting_refusals(self) -> AbstractContextManager[None]:
-        """Note a private refusal that the block raises."""
+        """Return a context that records a PrivateRefusal raised in it."""
 
 
 class BatchTracker:
@@ -161,16 +161,16 @@ class BatchTracker:
         entries: the dataset's entries, which must not change between epochs.
 
     Attributes:
-        foreign_batches: as given.
+        foreign_batches: the argument.
         current: mark of the current microbatch; None if it did not come from a private loader.
         backward_done: whether the current microbatch had its backward.
-        epochs: the number of epochs that have started.
-        received: the number of microbatches that the loop has received, with trials. PRIVATE.
-        next_draw: the draw at which a resumed run continues.
-        returns: how often the loader was set back to draws that it had already made.
+        epochs: number of epochs that have started.
+        received: number of microbatches that the loop has received, trials included. PRIVATE.
+        next_draw: number of the logical batch at which a resumed run continues.
+        returns: number of times that the loader was set back to an earlier logical batch.
         emitted: sizes of this epoch's logical batches that no signalled release has used.
-        signalled: whether another loader ever signalled a release, such as that of Opacus'
-            BatchMemoryManager, which calls step() for each microbatch.
+        signalled: whether another loader has signalled a release, as Opacus' BatchMemoryManager
+            does, which calls step() for each microbatch.
         signalled_now: whether the current step was signalled.
         skipped_last_step: whether the last step only ended a microbatch, without a release.
     """
@@ -205,66 +205,66 @@ class BatchTracker:
         self._seen = 0
         self._summed = 0
         self._without_grad = False
-        # In this epoch: whether a batch had a backward, or was left without one under no_grad.
+        # Whether, in this epoch, a batch had a backward, or was left without one under no_grad.
         self._is_trained = self._is_read = False
-        self._releases_before = 0  # when the epoch began
+        self._releases_before = 0  # number of releases when the epoch began
         self._still_to_come = 0
-        # Kept after its release, since the loop may pass its rows again.
+        # Kept after the release, since the loop may pass the rows of this batch again.
         self._last_yielded: BatchMark | None = None
         self._refused: BatchMark | None = None
         self._charged: BatchMark | None = None
         self._left: BatchMark | None = None
 
     def attach(self, batch: LogicalBatch) -> None:
-        """Report to `batch` the microbatches that the loader yields."""
+        """Set the private step, to which the loader's microbatches are reported."""
         self._batch = batch
 
     def may_begin(self, new_epoch: bool, draw: int | None = None) -> bool:
-        """Whether the loader may draw another logical batch, which may begin an epoch.
+        """Return whether the loader may draw another logical batch, or begin an epoch with it.
 
-        `draw` is its number; None means the logical batch after the loop's current one.
+        `draw` is the number of that batch; None means the batch after the loop's current one.
         """
         return self._batch is None or self._batch.may_begin(new_epoch, draw)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Mark that the loop iterates over the microbatches of one `LogicalBatch`."""
+        """Mark in the with block that the loop iterates over one `LogicalBatch`."""
         self.is_inside, self.is_waiting, epoch = True, False, self.epochs
         try:
             yield
         finally:
-            if epoch == self.epochs:  # else the batch is old, and another loop may be inside
+            if epoch == self.epochs:  # else the batch is of an earlier epoch
                 self.is_inside, self.is_waiting = False, True
 
     def wait(self) -> None:
-        """Mark that the loop has a `LogicalBatch` over which it does not iterate yet."""
+        """Mark that the loop has received a `LogicalBatch` but does not iterate over it yet."""
         self.is_waiting = True
 
     def noting_refusals(self) -> AbstractContextManager[None]:
-        """Note a private refusal that the block raises."""
+        """Return a context that records a PrivateRefusal raised in it."""
         return nullcontext() if self._batch is None else self._batch.noting_refusals()
 
     @property
     def releases(self) -> int:
-        """The number of releases that have begun so far."""
+        """Number of releases that have begun so far."""
         return 0 if self._batch is None else self._batch.releases
 
     # Signals of another loader: Opacus' BatchMemoryManager
 
     def signal(self, do_skip: bool) -> None:
-        """Note that the next step ends only a microbatch (True), or a logical batch (False)."""
+        """Record that the next step ends only a microbatch (True), or a logical batch (False)."""
         self._signals.append(do_skip)
         self._seed_signalled()
 
     def _seed_signalled(self) -> None:
-        """Seed the loop for a signalled batch on which it is about to train."""
+        """Seed the generators for the signalled batch on which the loop trains next."""
         self._signalled += 1
         if self._seeds is not None:
             self._seeds.seed("signal", self.epochs, self._signalled)
 
     @property
     def waiting_signals(self) -> int:
-        """The number of signals that no step has used yet."""
+        """Number of signals that no step has used yet."""
         return len(self._signals)
 
     @property
@@ -280,7 +280,7 @@ class BatchTracker:
         self.skipped_last_step = False
 
     def step_ends_microbatch(self) -> bool:
-        """Return whether the current step ends only a microbatch; consumes its signal."""
+        """Return whether the current step ends only a microbatch; consume its signal."""
         self.signalled_now = bool(self._signals)
         mark = self.current
         if self.signalled_now:
@@ -298,7 +298,7 @@ class BatchTracker:
 
     @property
     def has_left_trial(self) -> bool:
-        """Whether the loop has left a trial, before anything was summed."""
+        """Whether the loop left a trial before the sum had any microbatch."""
         return self.current is not None and self.current is self._left
 
     @property
@@ -326,7 +326,7 @@ class BatchTracker:
         ):
             warn(
                 "the loop left an epoch of the private loader before anything was released in it, "
-                "so it trained nothing: the first iterations are trials, and a release takes "
+                "so it trained nothing: the first iterations are trials, and a release may need "
                 "several microbatches. Count loader.releases instead of iterations, and leave "
                 "`for batch in loader` only if loader.is_last is True",
                 PrivateWarning,
@@ -336,10 +336,10 @@ class BatchTracker:
             self._batch.abandon()
 
     def begin_epoch(self, next_draw: int | None = None) -> None:
-        """Begin an epoch; drops a logical batch that was not released.
+        """Begin an epoch; drop a logical batch that was not released.
 
         Args:
-            next_draw: the first draw of the epoch; None for a shuffled one.
+            next_draw: number of the epoch's first logical batch; None for a shuffled epoch.
 
         Raises:
             PrivateRefusal: the dataset has other entries than before.
@@ -357,7 +357,7 @@ class BatchTracker:
         self.epochs += 1
 
     def dropped(self) -> None:
-        """Note that the gradients of the logical batch were dropped."""
+        """Record that the gradients of the logical batch were dropped."""
         self.backward_done = False
         self._seen = self._summed = 0
 
@@ -367,16 +367,16 @@ class BatchTracker:
         self._refused = self.current
 
     def place(self) -> tuple[int, int, int] | None:
-        """(returns, draw, microbatch) of the current mark; None for a batch of another loader."""
+        """Return (returns, draw, microbatch) of the current mark; None for another loader."""
         mark = self.current
         return None if mark is None else (self.returns, mark.draw, mark.microbatch)
 
     def real_rows(self, rows: int) -> Tensor | None:
-        """`[rows]`: which rows of the current microbatch are samples; None if all rows are.
+        """Return a mask `[rows]`, True for the current microbatch's samples; None if all are.
 
-        A batch with as many rows as the last released one may be that batch again. Its padding
-        rows would then count a sample twice, so its mask is used. In other loaders an empty draw
-        is one padding row.
+        A foreign batch with as many rows as the batch released last may be that batch again, whose
+        padding rows would count a sample twice, so the mask of that batch is used. In other
+        loaders an empty logical batch is one padding row.
         """
         if rows == 1 and self._is_empty_draw:
             return torch.zeros(1, dtype=torch.bool)
@@ -385,19 +385,19 @@ class BatchTracker:
 
     @property
     def _is_empty_draw(self) -> bool:
-        """Whether the current draw is empty, in another loader that signals its steps."""
+        """Whether the current logical batch is empty, in another loader that signals its steps."""
         by_signal = self.current is None and self.waiting_signals > 0
         return by_signal and bool(self.emitted) and self.emitted[0] == 0
 
     def resume(self, draw: int, *, returns: int = 0) -> None:
-        """Continue at a draw; open epochs get no further batch."""
+        """Continue at logical batch `draw`; open epochs get no further batch."""
         self.next_draw, self.returns = draw, returns
         self.epochs += 1
         self.current = None
         self.is_inside = False
 
     def charged(self) -> None:
-        """Note that the release of the current logical batch was charged: its draw is used up."""
+        """Record that the current logical batch was charged, so a resumed run skips it."""
         self._charged = self.current
         if self.current is not None:
             self.next_draw = self.current.draw + 1
@@ -408,20 +408,20 @@ class BatchTracker:
         return self.current is not None and self.current is self._charged
 
     def still_to_come(self, batches: int) -> None:
-        """Set how many batches of a shuffled epoch follow the current one."""
+        """Set the number of batches of a shuffled epoch after the current batch."""
         self._still_to_come = batches
 
     @property
     def left_of_epoch(self) -> int:
-        """The number of unreleased batches of a shuffled epoch, including the current batch."""
+        """Number of unreleased batches of a shuffled epoch, the current batch included."""
         by_signal = self.signalled or self.waiting_signals > 0
         at_hand = len(self.emitted) if by_signal else int(self.current is not None)
         return self._still_to_come + at_hand
 
     def begin_microbatch(self, mark: BatchMark, epoch: int) -> None:
-        """Note that the loop received a microbatch of epoch number `epoch`."""
+        """Record that the loop received a microbatch of epoch number `epoch`."""
         if epoch != self.epochs:
-            # DataLoader workers may have fetched all batches of the older epoch before.
+            # DataLoader workers may have fetched all batches of the older epoch before this.
             raise RuntimeError(EARLIER_EPOCH)
         begins_draw = self.current is None or self.current.draw != mark.draw
         self._leave_batch(ends_draw=begins_draw)
@@ -434,20 +434,20 @@ class BatchTracker:
             self._batch.begin_microbatch(mark.size, mark.units, begins_draw=begins_draw)
 
     def before_rows(self) -> None:
-        """Refuse to run a microbatch row by row if it is in the sum, or an earlier one is not."""
+        """Refuse a row-by-row run if the sum has this microbatch, or lacks an earlier one."""
         if self.backward_done:
             raise PrivateRefusal(SECOND) from None
         if self.current is not None and self._summed < self.current.microbatch:
             raise PrivateRefusal(_INCOMPLETE) from None
 
     def leave_trial(self) -> None:
-        """Note that the loop has left a trial, of which nothing may be released."""
+        """Record that the loop left a trial, which must not be released."""
         if self.current is not None and self.current.is_trial and not self._summed:
             self._left = self.current
 
     @contextmanager
     def row(self, number: int) -> Iterator[None]:
-        """In the block, treat one row of the current microbatch as a microbatch of its own."""
+        """In the with block, treat one row of the current microbatch as a microbatch."""
         whole = self.current
         assert whole is not None and self._batch is not None
         real = None if whole.real is None else whole.real[number : number + 1]
@@ -463,12 +463,12 @@ class BatchTracker:
             self.current = whole if self.current is own else self.current
 
     def end_epoch(self, last: BatchMark | None) -> None:
-        """Note that the loader has no more batches after the batch with this mark."""
+        """Record that the loader has no more batches after the batch with this mark."""
         if self.current is last:
             self._leave_batch(ends_draw=True)
 
     def _leave_batch(self, *, ends_draw: bool) -> None:
-        """Refuse to leave a microbatch without its backward, or a draw without its release."""
+        """Refuse to leave a microbatch without backward, or a logical batch without release."""
         mark = self.current
         if self._batch is None or mark is None or mark is self._refused:
             return
@@ -487,7 +487,7 @@ class BatchTracker:
 
     @property
     def is_within_draw(self) -> bool:
-        """Whether the sum of the current draw has some of its microbatches, but not all."""
+        """Whether the sum has some, but not all microbatches of the current logical batch."""
         mark = self.current
         is_whole = self.backward_done and mark is not None and mark.last
         return (self._summed > 0 or (mark is not None and mark.is_trial)) and not is_whole
@@ -527,7 +527,7 @@ class BatchTracker:
             raise PrivateRefusal(
                 "batches were drawn and not stepped: optimizer.step() must follow every physical "
                 "batch of BatchMemoryManager, also an empty or skipped batch, or samples of two "
-                "draws mix in one step. Call step() before `continue`",
+                "logical batches mix in one step. Call step() before `continue`",
                 batches=signals,
             ) from None
         is_padding = batch_size == 1 and self._is_empty_draw
@@ -538,9 +538,9 @@ class BatchTracker:
             and self._seen + batch_size > self.emitted[0]
         ):
             raise PrivateRefusal(
-                "a batch has more samples than are left of the draw: samples of two draws would "
-                "mix in one step. Call optimizer.step() after every physical batch, also after an "
-                "empty or skipped batch",
+                "a batch has more samples than are left of the logical batch: samples of two "
+                "logical batches would mix in one step. Call optimizer.step() after every "
+                "physical batch, also after an empty or skipped batch",
                 batch=batch_size,
                 seen=self._seen,
                 draw=self.emitted[0],
@@ -560,10 +560,10 @@ class BatchTracker:
             self._seen += batch_size if mark is None else mark.count
 
     def take_draw(self, signalled: bool) -> bool:
-        """Whether the samples of this release are a draw of the private sampler.
+        """Return whether the samples of this release are a logical batch of the private sampler.
 
-        If the release is signalled, the number of samples seen since the last release must also
-        equal the size of the next drawn batch.
+        For a signalled release, the number of samples seen since the last release must equal the
+        size of the next logical batch.
         """
         if not signalled:
             return self.current is not None
@@ -574,15 +574,15 @@ class BatchTracker:
 
     @property
     def _hides_repeats(self) -> bool:
-        """Whether batches are fetched ahead and have equal sizes, so repeats stay undetected."""
+        """Whether repeated batches stay undetected, being fetched ahead and of equal sizes."""
         return self._fetched_ahead and self._equal_sizes
 
     def released(self) -> None:
-        """Note that the logical batch was released."""
+        """Record that the logical batch was released."""
         self.dropped()
         if self._seeds is not None:
             self._seeds.end()
-        if self._signals:  # The next batch is already fetched.
+        if self._signals:  # the next batch has been fetched already
             self._seed_signalled()
         if self.current is not None:
             self.next_draw = self.current.draw + 1

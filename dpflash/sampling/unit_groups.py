@@ -1,4 +1,4 @@
-"""UnitGroups: which entries of a dataset belong to which privacy unit, such as a user."""
+"""UnitGroups: the entries of each privacy unit, such as a user."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ Indices = NDArray[np.int64]
 class UnitGroups:
     """The entries of each unit.
 
-    An entry is left out if unit_of raises an error for it or gives no unit, such as None or an
-    object that equals no other object (NaN), or if it has several units and units are drawn.
+    An entry is left out if unit_of raises an error for the entry or returns no unit (None, or an
+    object that equals no other object, like NaN), or several units although units are sampled.
 
     Args:
         dataset: a map-style dataset.
         unit_of: the unit of each entry, in the dataset's order; or a function that returns the
             unit of an entry, for which the whole dataset is read once. Units are compared by
-            value, such as a number or a text. Several units are a tuple, list, set or 1-D tensor.
-        limit: k, the most entries of a unit in one draw ("unit"), or in all of training
-            ("example").
-        sampling: "unit" if units are drawn, "example" if entries are drawn.
-        unit_name: what a unit is, such as "patient"; None if it has no name.
+            value, such as numbers or strings. Several units are a tuple, list, set or 1-D tensor.
+        limit: k, the largest number of entries of a unit in one logical batch ("unit"), or in all
+            of training ("example").
+        sampling: "unit" if units are sampled, "example" if entries are sampled.
+        unit_name: the name of a unit, such as "patient"; None for no name.
 
     Attributes:
         names: the unit of each entry.
-        members: for each unit the indices of its entries; units are ordered by their first entry.
+        members: the indices of each unit's entries; units are ordered by their first entry.
         has_shared: whether some entry belongs to several units.
         left_out: the number of entries that are left out. PRIVATE.
 
@@ -57,8 +57,8 @@ class UnitGroups:
         named = units_of(dataset, unit_of) if callable(unit_of) else _as_list(unit_of)
         if len(named) != size:
             raise PrivateRefusal(
-                "unit_of has another number of units than the dataset has entries: pass one for "
-                "each entry, in the dataset's order",
+                "unit_of has another number of units than the dataset has entries: pass one unit "
+                "for each entry, in the dataset's order",
                 units=len(named),
                 entries=size,
             ) from None
@@ -73,7 +73,7 @@ class UnitGroups:
             raise PrivateRefusal(
                 "unit_of gives most entries no unit: it fails, or gives None, NaN or an object "
                 "that equals no other, or several units without unit_sampling='example'. Name "
-                "units by numbers or texts, and give each entry of nobody a unit of its own",
+                "units by numbers or strings, and give each entry without an owner its own unit",
                 left_out=self.left_out,
                 units=named,
             ) from None
@@ -88,14 +88,14 @@ class UnitGroups:
 
     @cached_property
     def digest(self) -> str:
-        """Hexadecimal digest of which entries form one unit; names of units do not matter."""
+        """Hexadecimal digest of the entries of each unit, without the units' names."""
         digest = blake2b(digest_size=16)
         for own in self.members:
             digest.update(np.array([len(own), *own], dtype="<i8").tobytes())
         return digest.hexdigest()
 
     def selected(self, units: Sequence[int], *, key: bytes, draw: int) -> list[Indices]:
-        """Return the entries of each unit for one draw: all, or `limit` random ones if more."""
+        """Return the entries of each unit for one logical batch, `limit` random ones at most."""
         words: NDArray[np.uint64] | None = None
         chosen = []
         for unit in units:
@@ -109,10 +109,10 @@ class UnitGroups:
         return chosen
 
     def kept(self) -> Indices:
-        """Return entries of which no unit has more than `limit`, ascending.
+        """Return the entries to train on, at most `limit` of each unit, ascending.
 
-        An entry is taken, in the dataset's order, if none of its units has `limit` entries yet.
-        The choice depends only on who owns which entry, not on the contents of the entries.
+        In the dataset's order, an entry is taken if none of its units has `limit` entries yet. The
+        choice depends on the assignment of entries to units, not on the contents of the entries.
 
         Source: greedy contribution bounding of Ganesh et al. (arXiv:2503.03622).
         """
@@ -132,7 +132,7 @@ class UnitGroups:
 def units_of(dataset: Any, unit_of: Callable[[Any], Any]) -> list[Any]:
     """Return the unit of each entry, or None if the dataset or the function raises an error."""
     found: list[Any] = []
-    with random_state_kept():  # Later random numbers would reveal the number of entries.
+    with random_state_kept():  # else later random numbers would reveal the number of entries
         for index in range(len(dataset)):
             try:
                 found.append(unit_of(dataset[index]))
@@ -142,7 +142,7 @@ def units_of(dataset: Any, unit_of: Callable[[Any], Any]) -> list[Any]:
 
 
 def _owners_of(name: Any, *, several: bool) -> dict[Hashable, None]:
-    """The units of an entry, in order; empty if it has none."""
+    """Return the units of an entry, in order; {} if it has no unit."""
     try:
         name = _as_value(name)
         names = name if isinstance(name, tuple | list | set | frozenset) else [name]
@@ -154,12 +154,12 @@ def _owners_of(name: Any, *, several: bool) -> dict[Hashable, None]:
 
 
 def _as_value(name: Any) -> Any:
-    # Tensors hash by identity, so equal ones would be different keys.
+    # Tensors hash by identity, so equal tensors would be different keys.
     return name.tolist() if isinstance(name, Tensor | np.ndarray) else name
 
 
 def _has_value(owner: Any) -> bool:
-    """Whether a unit can be equal to another object."""
+    """Return whether a unit can be equal to another object."""
     by_identity: Any = object.__hash__
     is_equal = bool(owner == owner)  # NaN is not.
     return owner is not None and is_equal and type(owner).__hash__ is not by_identity

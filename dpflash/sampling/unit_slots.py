@@ -1,4 +1,4 @@
-"""UnitSlots: places units of several entries in the rows of microbatches."""
+"""UnitSlots: assigns units of several entries to the rows of microbatches."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .unit_groups import UnitGroups
 
 
 class UnitSlots(SlotSampler):
-    """A `SlotSampler` of units.
+    """A `SlotSampler` whose samples are units.
 
-    A unit in slot s has rows s k to (s + 1) k - 1, where k is the largest number of entries of a
-    unit in a draw. If the unit has fewer entries, its other rows are padding.
+    The unit in slot s has rows s k to (s + 1) k - 1 of the microbatch, where k is the largest
+    number of entries of a unit. If the unit has fewer entries, its other rows are padding.
 
     Args:
         draws: the sampler of units; the keys of slots and entries are derived from its key.
-        slots: number of units of each microbatch of each rank.
+        slots: largest number of units in each microbatch on each rank.
         groups: the entries of each unit.
     """
 

@@ -295,7 +295,7 @@ def test_public_gradients_are_averaged_over_the_ranks_with_other_samples(
     [
         ("one rank steps on public data alone", "data of the step differs between ranks"),
         ("one rank has no public data", "parameters with a public gradient differs"),
-        ("context", "sharded over 2 ranks, of 1 with other samples and a context"),
+        ("context", "sharded over 2 ranks, but only 1 with different samples and a context"),
     ],
 )
 def test_public_steps_that_do_not_fit_together_are_refused_on_all_ranks(started, case, message):

@@ -269,7 +269,7 @@ def test_a_draw_whose_release_was_dropped_is_paid_for_and_not_released_again(
             hook.remove()
         else:
             engine.backward(losses_of(model, x))
-            with pytest.raises(RuntimeError, match="would drop what was released"):
+            with pytest.raises(RuntimeError, match="would drop the released gradient"):
                 optimizer.zero_grad()
             model.zero_grad()
             with pytest.raises(RuntimeError, match="its release is lost"):

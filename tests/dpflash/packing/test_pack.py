@@ -145,7 +145,7 @@ def test_what_does_not_divide_is_refused(arguments, message):
 
 @pytest.mark.parametrize("documents", [[[1] * 5, [1] * 5], [[1], [1], [1]]], ids=len)
 def test_documents_that_do_not_fit_together_are_refused_without_their_lengths(documents):
-    message = r"max_documents=2 of tokens=8 together, in rows=1, is the most\. Pass"
+    message = r"max_documents=2 and tokens=8 in rows=1\. Pass"
     with pytest.raises(PrivateRefusal, match=message) as refusal:
         pack(documents, tokens=8, max_documents=2)
     assert refusal.value.details == {"number": len(documents) - 1}

@@ -590,7 +590,7 @@ KEPT = {
 
 @pytest.mark.parametrize("make_collate", KEPT.values(), ids=KEPT)
 def test_what_a_function_keeps_of_a_batch_for_the_next_is_refused(make_collate):
-    with pytest.raises(PrivateRefusal, match="keeps what it computes of one batch for the next"):
+    with pytest.raises(PrivateRefusal, match="keeps values computed from one batch for the next"):
         make(make_collate(), Entries(IMAGES))
 
 

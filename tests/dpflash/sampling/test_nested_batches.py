@@ -161,7 +161,7 @@ def test_a_second_row_in_place_of_an_empty_draw_is_refused():
     with manager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as batches:
         for _ in batches:
             if loader.tracker.emitted[0] == 0:
-                with pytest.raises(RuntimeError, match="than are left of the draw"):
+                with pytest.raises(RuntimeError, match="than are left of the logical batch"):
                     engine.backward(model({"x": torch.ones(2, 3)}).sum(1))
                 return
             optimizer.step()

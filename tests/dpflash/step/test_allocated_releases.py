@@ -402,7 +402,7 @@ def test_a_ledger_counts_epochs_also_of_a_run_that_is_resumed_in_one(allocated, 
     ("options", "message"),
     [
         ({"noise_mechanism": Banded(bands=3)}, "pass sampling='cyclic_poisson'"),
-        ({"max_batch_size": 9}, "for which no epsilon of draws that are cut is known"),
+        ({"max_batch_size": 9}, "for which no epsilon of truncated batches is known"),
         ({"sample_rate": 0.1, "steps_per_epoch": 10}, "sample_rate=0.1 with sampling='random_all"),
         (
             {"unit_of": [0] * SAMPLES, "examples_per_unit": 2, "unit_sampling": "example"},

@@ -546,7 +546,7 @@ def test_what_auto_cannot_choose_for_is_refused(options, message):
         ({"mechanism": 4}, "noise_mechanism=4: expected a dpflash.noise.Banded"),
         ({"noise_multiplier": 60.0}, "noise_multiplier=60.0 with this noise_mechanism"),
         ({"foreign_batches": True}, "foreign_batches=True with noise_mechanism"),
-        ({"max_batch_size": 9}, "for which no epsilon of draws that are cut is known"),
+        ({"max_batch_size": 9}, "for which no epsilon of truncated batches is known"),
         ({"batch_size": 21}, r"data_loader.batch_size=21 with 3 bands of noise_mechanism"),
         (
             {"unit_of": [0] * 60, "examples_per_unit": 2, "unit_sampling": "example"},
@@ -570,7 +570,7 @@ def test_schedules_of_noise_and_bound_are_refused_before_the_charge(name, value,
 
 
 def test_other_loaders_and_accountants_are_refused(banded):
-    with pytest.raises(ValueError, match="needs the number of each draw"):
+    with pytest.raises(ValueError, match="needs the number of each logical batch"):
         next(iter(banded()[3].batch_sampler))
     opacus = pytest.importorskip("opacus.accountants")
     with pytest.raises(ValueError, match="not the cyclic_poisson sampler"):
