@@ -564,9 +564,8 @@ class _Form:
         self._dtypes = {place: x.dtype for place, x in _numbers_of(two)}
         self._varying: set[str] = set()
         # Only shapes are read from now on, and the batches of long entries are large.
-        self._samples = tuple(
-            map_leaves(_without_values, batch, kinds=(Tensor, np.ndarray)) for batch in (two, three)
-        )
+        kinds = (Tensor, np.ndarray)
+        self._samples = tuple(map_leaves(_without_values, x, kinds=kinds) for x in (two, three))
 
     def adopted(self, batch: Any) -> Any:
         """Convert numbers of narrower dtypes in a batch to the dtypes of the form.
