@@ -7,7 +7,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any, TypeVar
@@ -159,12 +159,16 @@ def counted(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-def nearest(name: str, known: Collection[str]) -> str:
-    """Return "did you mean ...?" with the known names most similar to an unknown name."""
-    close = difflib.get_close_matches(name, known, n=2) or difflib.get_close_matches(
-        name, known, n=3, cutoff=0.0
-    )
-    return f"did you mean {' or '.join(map(repr, close))}?"
+def did_you_mean(name: str, known: Iterable[str], *, always: bool = False) -> str:
+    """Return the end of an error message, "; did you mean 'a' or 'b'?", for an unknown name.
+
+    If no known name is similar, return "", or with `always` the three most similar names.
+    """
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=2)
+    if always and not close:
+        close = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def naming_unknown_fields(kind: type[_T]) -> type[_T]:
@@ -175,7 +179,8 @@ def naming_unknown_fields(kind: type[_T]) -> type[_T]:
     @functools.wraps(init)
     def checked(self: Any, *values: Any, **named: Any) -> None:
         for name in named.keys() - known:
-            raise TypeError(f"{kind.__name__} has no field {name!r}; {nearest(name, known)}")
+            hint = did_you_mean(name, known, always=True)
+            raise TypeError(f"{kind.__name__} has no field {name!r}{hint}")
         init(self, *values, **named)
 
     kind.__init__ = checked  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -92,6 +93,20 @@ def _of_run(
         return method(run, *args, **kwargs)
 
     return of_run
+
+
+def _with_usage(usage: str, function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return the function with a TypeError that shows `usage` if arguments are wrong."""
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            inspect.signature(function).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{usage}: {error}") from None
+        return function(*args, **kwargs)
+
+    return checked
 
 
 class PrivacyEngine(Uncopied, OnlySettable):
@@ -526,11 +541,19 @@ class PrivacyEngine(Uncopied, OnlySettable):
         if refusal is not None:
             raise PrivateRefusal(f"no model card is written: {refusal}") from None
         self.get_epsilon(delta)  # warns if another engine has added to the ledger
-        name, is_seeded = base and Path(base).name, self.seed is not None
-        report = with_epsilon(found, self._spending, delta, seeded=is_seeded, base=name)
+        report = with_epsilon(
+            found,
+            self._spending,
+            delta,
+            run=self.ledger_run,
+            seeded=self.seed is not None,
+            base=base and Path(base).name,
+        )
         return write_card_and_report(folder, report, description)
 
-    check = staticmethod(run_check)
+    check = staticmethod(
+        _with_usage("engine.check(model, batch, loss_fn, *, loss_reduction=None)", run_check)
+    )
     audit = audit_engine
     groups = _of_run(PrivateRun.groups, by_name=True)
     plan = _of_run(PrivateRun.plan, by_name=True)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from ._validate import nearest
+from ._validate import did_you_mean
 from .refusal import warn
 
 # Arguments of Opacus' engine -> (the value that has no effect here, the reason).
@@ -104,8 +104,8 @@ def refuse_keywords_of(
     if name in _REFUSED:
         given = f"{name!r} (={value!r})" if isinstance(value, bool) else repr(name)
         raise TypeError(f"{method.__name__} has no argument {given}: {_REFUSED[name]}")
-    hint = nearest(name, known_keywords(method))
-    raise TypeError(f"{method.__name__} got an unknown argument {name!r}; {hint}")
+    hint = did_you_mean(name, known_keywords(method), always=True)
+    raise TypeError(f"{method.__name__} got an unknown argument {name!r}{hint}")
 
 
 def known_keywords(method: Callable[..., Any]) -> list[str]:

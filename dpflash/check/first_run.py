@@ -106,7 +106,7 @@ def widened(subject: Subject, model: nn.Module, findings: Findings) -> Subject |
     batch = map_tensors(lambda t: t.double() if t.is_floating_point() else t, subject.batch)
     options = subject.loss_fn, batch, subject.size, subject.loss_reduction
     try:
-        wide = Subject(copy.deepcopy(model).double(), *options)
+        wide = Subject(copy.deepcopy(model).double(), *options, is_wide=True)
         wide.result(batch)
         return wide
     except Exception as error:

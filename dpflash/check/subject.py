@@ -6,14 +6,16 @@ import functools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..isolation.alteration import copied, rows_of
 from ..isolation.dropout import WithoutDropout
@@ -51,6 +53,20 @@ class Result(NamedTuple):
 NOTHING = Result(0.0, {}, (0.0, 0.0))
 
 
+class _Widened(TorchFunctionMode):
+    """Converts to float64 what functions get in float32 beside float64, such as class weights."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = args, kwargs or {}
+        dtypes = {x.dtype for x in tree_leaves(given) if isinstance(x, Tensor)}
+        # Functions whose names end with "_" change their arguments in place.
+        if {torch.float32, torch.float64} <= dtypes and not func.__name__.endswith("_"):
+            args, kwargs = tree_map_only(
+                Tensor, lambda x: x.double() if x.dtype == torch.float32 else x, given
+            )
+        return func(*args, **(kwargs or {}))
+
+
 class Subject:
     """A copy of the tested model, with the loss function and the batch.
 
@@ -61,6 +77,7 @@ class Subject:
         size: B.
         loss_reduction: "mean" or "sum" if loss_fn returns a scalar, else None.
         is_exact: whether results count as equal only if they have the same bits.
+        is_wide: whether float32 tensors that loss_fn holds are converted to the model's float64.
 
     Attributes:
         trained: the trainable parameters by name.
@@ -76,6 +93,7 @@ class Subject:
         loss_reduction: str | None = None,
         *,
         is_exact: bool = False,
+        is_wide: bool = False,
     ):
         self.model = model
         self.loss_fn = loss_fn
@@ -86,7 +104,7 @@ class Subject:
         self.dropout = any(
             isinstance(m, _DropoutNd) and m.training and m.p > 0 for m in model.modules()
         )
-        self._is_exact = is_exact
+        self._is_exact, self._is_wide = is_exact, is_wide
         self._buffers = [
             (module, f"{prefix}.{name}".lstrip("."), name, buffer.detach().clone())
             for prefix, module in model.named_modules()
@@ -105,7 +123,7 @@ class Subject:
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-        with WithoutDropout() as mode:
+        with WithoutDropout() as mode, _Widened() if self._is_wide else nullcontext():
             losses = self.loss_fn(self.model, copied(batch))
         self.dropout |= mode.seen
         return losses

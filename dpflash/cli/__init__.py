@@ -16,17 +16,23 @@ _INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 _BROKEN_PIPE = 141  # what a shell reports for a program that writes to a closed pipe
 # Subcommand -> the file of this package that implements it, and its line in `dpflash --help`.
 _COMMANDS = {
-    "train": ("train", "train a language model on your files, privately"),
-    "evaluate": ("evaluate", "compute the loss of a trained model on documents"),
+    "train": ("train", "train a language model or a classifier on your files, privately"),
+    "evaluate": ("evaluate", "compute the loss or the accuracy of a trained model on documents"),
     "generate": ("generate", "continue a text with a trained model"),
     "export": ("export", "write a trained model and its model card for release"),
     "estimate": ("estimate", "estimate the memory and the time of a training step"),
-    "epsilon": ("epsilon", "compute the epsilon of a run from its noise"),
-    "calibrate": ("epsilon", "compute the noise, steps or sample rate for an epsilon"),
+    "epsilon": ("epsilon", "compute epsilon from the noise, the sampling and the steps of a run"),
+    "calibrate": (
+        "epsilon",
+        "compute the noise, the steps or the sample rate that meet an epsilon",
+    ),
     "budget": ("budget", "compute the total epsilon of the runs in a ledger"),
     "ledger": ("ledger", "verify, sign, report or correct a ledger"),
     "check": ("check", "find modules and losses that cannot be trained privately"),
-    "audit": ("audit", "attack private training, and compare what leaks with the claim"),
+    "audit": (
+        "audit",
+        "attack private training, and compare the leakage with the claimed epsilon",
+    ),
     "doctor": ("doctor", "report the hardware, the libraries and the kernels that dpflash uses"),
     "bench": ("bench", "run benchmarks on this machine"),
 }

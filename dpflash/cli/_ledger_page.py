@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from html import escape
 
 from dpflash._validate import counted
+from dpflash.privacy.card import SEEDED
 from dpflash.privacy.ledger import LOST, REFUSED, LedgerLine, today
 from dpflash.privacy.ledger_proof import Proof
 from dpflash.privacy.ledger_runs import (
@@ -27,10 +28,10 @@ from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, Spending
 from ._tables import rounded_up
 
 _RELATIONS = {
-    "add_remove": "one of them lacks one unit of the other",
-    "zero_out": "one of them has nothing in place of one unit of the other; the number of units "
+    "add_remove": "one dataset has one unit more than the other",
+    "zero_out": "one dataset has nothing in place of one unit of the other; the number of units "
     "is public",
-    "replace_one": "one unit of them differs",
+    "replace_one": "one dataset has another unit in place of one unit of the other",
 }
 _UNITS = {
     "sample": "one entry of the dataset, such as one record",
@@ -39,18 +40,19 @@ _UNITS = {
 }
 _NOT_COVERED = (
     "Training losses, metrics, gradient norms, batch sizes and times of steps.",
-    "Results on private evaluation data, and the choice of a run or a checkpoint by them.",
-    "Runs on the same people that are in another ledger, or in none: their epsilons add up.",
+    "Results on private evaluation data, and the choice of a run or a checkpoint by such results.",
+    "Runs on the same people that are in another ledger or in no ledger: their epsilons add up.",
     "What was computed from the private data before training, such as vocabularies, scalers and "
     "class weights.",
-    "A person who is in several units.",
-    "Whatever a pretrained base model was trained on before.",
+    "A person whose data are in several units: the guarantee is weaker for this person.",
+    "The data that a pretrained base model was trained on before.",
 )
 _PROOF = (
     "<p>The head is the SHA-256 of the file: <code>sha256sum FILE</code> prints it, and <code>"
     "head -n N FILE | sha256sum</code> that of its first N lines.</p>\n"
-    "<p>A ledger is written by the program that trains. It shows what was recorded before each "
-    "release, not that the program, its data and its privacy unit were as they were named.</p>"
+    "<p>The program that trains writes the ledger. A ledger shows what was recorded before each "
+    "release. It does not show that the program, the data and the privacy units were what their "
+    "names say.</p>"
 )
 _STYLE = """
 :root { color-scheme: light; --ink: #1c2733; --soft: #5a6775; --line: #d8dee5; --blue: #1f5fa8; }
@@ -119,13 +121,14 @@ def _total(spending: Spending, delta: float) -> str:
     unit = spending.unit or "sample"
     in_words = _UNITS.get(unit, f"all entries of one {unit.partition(': ')[2] or 'user'}")
     if kind_of(unit) != unit and kind_of(unit) != "user":
-        in_words += ", where who owns which entry is public"
+        in_words += "; the assignment of entries to owners is public"
     return (
         f"<div class=total>epsilon of all runs together, at delta {delta:g}<br>"
         f"<b>{_epsilon(spending, delta)}</b><br>for {escape(in_words)}</div>\n"
         "<p>Epsilon and delta limit what anyone can learn from the released models about one "
-        "privacy unit: for two datasets that differ in one, no outcome is more than e^epsilon "
-        "times as likely under one as under the other, but for a probability of delta.</p>\n"
+        "privacy unit: for two datasets that differ in one unit, no outcome is more than "
+        "e^epsilon times as likely with one dataset as with the other, but for a probability of "
+        "delta.</p>\n"
         + _facts(
             ("privacy unit", unit),
             ("neighboring datasets", f"{spending.relation}: {_RELATIONS[spending.relation]}"),
@@ -145,7 +148,7 @@ def _run(lines: list[LedgerLine], spending: Spending, delta: float) -> str:
     days, code = kept_of(lines, "day"), kept_of(lines, "version", "source")
     here = f"{library_version()}, {source_digest()}"
     if code == [here]:
-        code = [f"{here} (the code that made this page)"]
+        code = [f"{here} (the same code wrote this page)"]
 
     def values(key: str) -> str:
         found = [f"{x:.6g}" if isinstance(x := kind[key], float) else cell(x) for kind in kinds]
@@ -153,14 +156,16 @@ def _run(lines: list[LedgerLine], spending: Spending, delta: float) -> str:
 
     facts = (
         ("epsilon of this run alone", _epsilon(alone(lines, spending), delta)),
-        ("began", days[:1]),
-        ("went on", days[1:]),
+        ("began on", days[:1]),
+        ("continued on", days[1:]),
         ("data", kept_of(lines, "data")),
+        ("number of privacy units", kept_of(lines, "dataset_size")),
         ("steps", str(sum(line.steps for line in lines))),
         ("sampler", values("sampler")),
         ("sample rate", values("sample_rate")),
         ("noise multiplier", values("noise_multiplier")),
         ("clipping bound", kept_of(lines, "max_grad_norm")),
+        ("limit of epsilon, at delta", kept_of(lines, "max_epsilon", "at_delta")),
         ("seeded", kept_of(lines, "seeded")),
         ("relation of its sampler", values("neighboring_relation")),
         ("dpflash", code),
@@ -175,10 +180,11 @@ def _run(lines: list[LedgerLine], spending: Spending, delta: float) -> str:
 
 
 def _by_run_table(lines: list[LedgerLine], spending: Spending, delta: float) -> str:
-    rows = [
-        (label(runs_of(own)[0]), str(sum(line.steps for line in own)), alone(own, spending))
-        for own in by_run(lines)
-    ]
+    rows = []
+    for own in by_run(lines):
+        name = label(runs_of(own)[0]) + ", seeded" * ("yes" in kept_of(own, "seeded"))
+        rows.append((name, str(sum(line.steps for line in own)), alone(own, spending)))
+    seeded = f" {SEEDED}" if "yes" in kept_of(lines, "seeded") else ""
     rows.append(("all runs", str(sum(line.steps for line in lines)), spending))
     head = f"<tr><th>run<th class=number>steps<th class=number>epsilon at delta {delta:g}</tr>"
     return (
@@ -188,48 +194,51 @@ def _by_run_table(lines: list[LedgerLine], spending: Spending, delta: float) -> 
             f"{_epsilon(own, delta)}</tr>"
             for name, steps, own in rows
         )
-        + "\n</table>\n<p class=soft>The last row is computed for the steps of all runs together; "
-        "the others do not simply add up to it.</p>"
+        + "\n</table>\n<p class=soft>The last row is computed from the steps of all runs "
+        "together. It is not the sum of the other rows." + seeded + "</p>"
     )
 
 
 def _proof(name: str, proof: Proof, key: str | None) -> str:
     lines = len(proof.ledger.lines)
     signed = max((s.lines for s in proof.signatures if s.key == key), default=0)
-    kept = "none was given" if proof.kept is None else f"that of the first {proof.kept} lines"
-    facts = [("lines", str(lines)), ("kept head", kept)]
+    kept = "not compared"
+    if proof.kept is not None:
+        kept = f"is the head of the first {counted(proof.kept, 'line')}"
+    facts = [("lines", str(lines)), ("head that was saved before", kept)]
     facts += [
         (
             f"signature of the first {counted(one.lines, 'line')}, {one.day}",
-            f"key {one.key}" + (" (the key that was asked for)" if one.key == key else ""),
+            f"key {one.key}" + (" (the public key that was passed)" if one.key == key else ""),
         )
         for one in proof.signatures
     ]
     facts.append(("head of all lines", proof.head))
     text = (
-        "The digests of all lines fit: none was changed, removed, added or moved without writing "
-        "all later ones anew."
+        "The digests of all lines are valid: no line was changed, removed, added or moved, unless "
+        "all later lines were rewritten too."
     )
     proven = max(signed, proof.kept or 0)
     if proven == lines > 0:
         text += (
-            " A kept head or a signature shows that these were all lines then. Whether later "
-            "lines were cut is not shown: compare with the newest head or signature."
+            " A saved head or a signature shows that the ledger had these lines and no others at "
+            "that time. It does not show whether later lines were cut: compare with the newest "
+            "saved head or signature."
         )
     elif proven:
         text += (
-            f" A kept head or a signature shows this for the first {counted(proven, 'line')}; "
-            "later ones have none."
+            f" A saved head or a signature shows that the first {counted(proven, 'line')} were "
+            "not rewritten. It does not cover the later lines."
         )
     else:
         text += (
-            " That it was not written anew, or cut at its end together with its head, only a head "
-            "or a signature shows that was kept elsewhere."
+            " Only a head or a signature that was saved elsewhere can show that the ledger was "
+            "not rewritten or cut at its end."
         )
     if proof.signatures and key is None:
         text += (
-            " Its signatures show that too, if their key is that of the person who signs: no "
-            "public key was given to compare with."
+            " The signatures were not compared with a public key: they show it only if their key "
+            "belongs to the person who signs."
         )
     return (
         f"<h3>{escape(name)}</h3>\n<p>{text}</p>\n"
@@ -240,7 +249,7 @@ def _proof(name: str, proof: Proof, key: str | None) -> str:
 
 def _others(lines: list[LedgerLine]) -> list[str]:
     found = [
-        f"Line {c['line']}, {c['day']}: the unit {c['unit']} was called {c['was']} before."
+        f"Line {c['line']}, {c['day']}: the privacy unit {c['was']} was renamed {c['unit']}."
         for c in corrections_of(lines)
     ]
     found += [
@@ -251,8 +260,8 @@ def _others(lines: list[LedgerLine]) -> list[str]:
     without = without_record(lines)
     if without:
         found.append(
-            f"Lines {', '.join(without)}: other code or an earlier version wrote them, and kept "
-            "no name, day, code, data or clipping bound of a run."
+            f"Lines {', '.join(without)}: written by other code or by an earlier version, without "
+            "the name, day, code, data and clipping bound of the run."
         )
     return found
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+from dpflash._validate import did_you_mean
 
 # Metavar of an option -> type of its value. Values of options with other metavars are text.
 _TYPES: dict[str, type] = {
@@ -40,12 +41,6 @@ def add_options(
         parser.add_argument(
             *names, type=kind, metavar=word, help=text, required=is_required, nargs=nargs
         )
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message, "; did you mean ...?", or "" if no name is similar."""
-    close = difflib.get_close_matches(name, list(known), n=2)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def as_typed(message: str, parser: argparse.ArgumentParser) -> str:

@@ -22,12 +22,14 @@ from ._tables import as_json, rounded_up, table
 QUALITY = "quality"
 
 _OPTIONS = {
-    "--for WHAT": f"{QUALITY}: compare numbers of bands (--bands, default: powers of two; 1 is "
-    "independent noise), batch sizes (--batch-size, default: half, the same and double of the one "
-    "given) and --epochs for --num-samples; of each of them one or more. --plot draws the errors",
-    "--parameters N": f"number of trained parameters, with --for {QUALITY} and --max-memory",
-    "--max-memory N": f"with --for {QUALITY}: most bytes that banded noise may keep, which are "
-    "(bands - 1) x 8 for each parameter",
+    "--for WHAT": f"{QUALITY}: compare the error of runs with several numbers of bands (--bands, "
+    "default: powers of two; 1 is independent noise), batch sizes (--batch-size; of a single size "
+    "also half and double are compared) and numbers of --epochs, for --num-samples. --plot draws "
+    "the errors",
+    "--parameters N": f"with --for {QUALITY}: number of trained parameters, to print the bytes of "
+    "the states; needed for --max-memory",
+    "--max-memory N": f"with --for {QUALITY}: maximum number of bytes of the states of banded "
+    "noise, (bands - 1) x 8 for each parameter",
 }
 _NEEDED = {
     "num_samples": "--num-samples M",
@@ -46,10 +48,11 @@ _COLUMNS = {
     "state_bytes": "bytes of states",
 }
 _NOTE = """\
-error: of the parameters by the noise (an element's standard deviation, root mean square over the
-  steps), over the clipping bound, if the learning rates of all steps add up to 1. That a model
-  learns less in fewer and larger steps, or more in more epochs, is not in it.
-over independent: over the error of independent noise with the same batch size and epochs."""
+error: the error of a parameter that the noise causes (standard deviation of an element, root mean
+  square over the steps), divided by the clipping bound, if the learning rates of all steps add up
+  to 1. That a model learns less in fewer and larger steps, or more in more epochs, is not counted.
+over independent: the error divided by that of independent noise with the same batch size and
+  epochs."""
 
 
 def add_quality_arguments(parser: argparse.ArgumentParser) -> None:

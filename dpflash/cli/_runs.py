@@ -68,33 +68,34 @@ OF_RUN = COUNTS[:5]
 DELTA = "delta of the guarantee, well below 1 / data set size, e.g. 1e-6"
 _OPTIONS = {
     "--delta D": DELTA,
-    "--sampler SAMPLER": "how batches are sampled: poisson (default; each sample enters each "
-    "batch independently), fixed_size (a random subset of --batch-size samples for each step), "
-    "shuffled (epochs of disjoint batches, no amplification), truncated_poisson (poisson, "
-    "truncated to --max-batch-size), cyclic_poisson (poisson from a part of the data set in "
-    "turn, for noise of --bands) or random_allocation (each sample is in one batch of each "
-    "epoch, at random)",
+    "--sampler SAMPLER": "how batches are sampled: poisson (each sample enters each batch "
+    "independently), fixed_size (each batch is a random subset of --batch-size samples), shuffled "
+    "(each epoch divides the shuffled data set into batches; no amplification), "
+    "truncated_poisson (poisson with at most --max-batch-size samples), cyclic_poisson (poisson "
+    "from one of --bands parts of the data set, in turn, for banded noise) or random_allocation "
+    "(each sample enters one random batch of each epoch) (default: poisson)",
     "--sample-rate Q": "probability that a sample is in a batch: expected batch size / data set "
-    "size; or pass these two as --batch-size and --num-samples",
-    "--batch-size B": "(expected) number of samples per batch",
+    "size. Instead of it, pass --batch-size and --num-samples",
+    "--batch-size B": "number of samples per batch; with Poisson sampling the expected number",
     "--num-samples M": "number of samples of the data set",
-    "--max-batch-size K": "maximum number of samples per batch of truncated_poisson",
-    "--examples-per-unit K": "maximum number of samples of one user, or of another unit, all of "
-    "which epsilon then protects together; each sample is drawn and clipped on its own (not as in "
-    "`dpflash train --unit folder`, where the unit is, whose option this is not); only with "
-    "--sampler poisson (default: each sample is a unit)",
-    "--bands N": "number of steps that banded noise is correlated over, and of parts of the data "
-    "set, with cyclic_poisson",
+    "--max-batch-size K": "maximum number of samples per batch, with --sampler truncated_poisson",
+    "--examples-per-unit K": "maximum number of samples of one user (or another unit). Epsilon "
+    "then protects all samples of a user together, while each sample is sampled and clipped "
+    "separately, as by make_private(unit_sampling='example'). Leave it out if users are sampled "
+    "and clipped as a whole, as by dpflash train --unit folder. Only with --sampler poisson "
+    "(default: epsilon protects single samples)",
+    "--bands N": "with --sampler cyclic_poisson: number of steps over which banded noise is "
+    "correlated, which is also the number of parts of the data set",
     "--steps N": "number of optimizer steps; with --sampler shuffled or random_allocation pass "
     "--epochs instead",
-    "--epochs N": "number of epochs of a shuffled loader, each of which costs one full step, "
-    "however many batches it has, or of random_allocation",
-    "--neighboring-relation RELATION": "which data sets are neighbors: add_remove (one sample "
-    "more or less), zero_out (one replaced by nothing) or replace_one (one replaced by any "
-    "other); default: add_remove for poisson and truncated_poisson, zero_out for shuffled, "
-    "replace_one for fixed_size",
-    "--accountant NAME": "contour, pld, rdp, gaussian (only sample rate 1), prv (Opacus' PRV "
-    "accountant), or gdp, which is an approximation and not a bound (default: "
+    "--epochs N": "number of epochs, with --sampler shuffled or random_allocation. An epoch of "
+    "shuffled costs as much as one step without sampling, whatever its number of batches",
+    "--neighboring-relation RELATION": "how two neighboring data sets differ: add_remove (one has "
+    "one sample more), zero_out (one sample is replaced by nothing) or replace_one (one sample is "
+    "replaced by another) (default: zero_out for shuffled, replace_one for fixed_size, add_remove "
+    "for the other samplers)",
+    "--accountant NAME": "contour, pld, rdp, gaussian (sample rate 1 only), prv (Opacus' PRV "
+    "accountant) or gdp (an approximation, not a bound) (default: "
     f"{DEFAULT_ACCOUNTANT})",
 }
 

@@ -14,9 +14,10 @@ from dpflash.accounting import Accountant
 from ._parser import add_options
 
 _OPTIONS = {
-    "--json": "print one JSON object instead; null is a value that is not finite, unknown "
-    "or does not apply to the run",
-    "--plot FILE.png": "plot epsilon over the steps and the trade-off curve; needs matplotlib",
+    "--json": "print one JSON object instead. null stands for a value that is unknown, not "
+    "finite, or does not apply to the run",
+    "--plot FILE.png": "write a plot of epsilon over the steps and of the trade-off curve; needs "
+    "matplotlib",
 }
 
 _SHOWN_DIGITS = 6

@@ -23,24 +23,27 @@ _STEPS, _CANARIES, _DELTA = 100, 1000, 1e-5
 _SIZES = ("batch_size", "num_samples")
 _OPTIONS = {
     "--noise-multiplier S": "standard deviation of the noise over the clipping bound, e.g. 1.1",
-    "--sample-rate Q": "probability of a sample in a batch, in (0, 1]; default 1, no subsampling",
-    "--batch-size B": "with --num-samples, in place of --sample-rate: expected samples per batch",
-    "--num-samples M": "with --batch-size: samples of the data set. The audit's own data are its "
-    "canaries, so only their ratio counts",
-    "--steps N": f"releases; default {_STEPS}",
-    "--canaries N": f"number of canaries (default {_CANARIES}); more give tighter bounds",
-    "--delta D": "of the claim; default 1e-5",
-    "--confidence P": "of each of the two bounds; default 0.95",
-    "--bands B": "banded noise over B steps, optimized for the steps, and cyclic Poisson sampling",
-    "--clipping NAME": "flat (default) or per_layer, see make_private",
-    "--accountant NAME": "contour (default), pld or rdp, whose claim is tested",
-    "--black-box": "score losses of canary documents of a small language model, in place of "
-    "releases; much weaker, and without named checks",
-    "--device DEVICE": "cpu (default) or cuda",
-    "--seed N": "derive coins, keys and noise from this number",
+    "--sample-rate Q": "probability that a sample is in a batch, in (0, 1] (default: 1, no "
+    "subsampling)",
+    "--batch-size B": "expected number of samples per batch; with --num-samples, in place of "
+    "--sample-rate",
+    "--num-samples M": "number of samples of the data set, with --batch-size. Only their ratio "
+    "matters, since the audit trains on its canaries alone",
+    "--steps N": f"number of optimizer steps (default: {_STEPS})",
+    "--canaries N": f"number of canaries; more give tighter bounds (default: {_CANARIES})",
+    "--delta D": "delta of the claimed epsilon (default: 1e-5)",
+    "--confidence P": "confidence of each of the two lower bounds (default: 0.95)",
+    "--bands B": "audit banded noise over B steps with cyclic Poisson sampling (default: "
+    "independent noise)",
+    "--clipping NAME": "flat or per_layer, as in make_private (default: flat)",
+    "--accountant NAME": "accountant that claims epsilon: contour, pld or rdp (default: contour)",
+    "--black-box": "attack the losses of canary documents in a small language model instead of "
+    "the releases, which is much weaker. The named checks are left out",
+    "--device DEVICE": "cpu or cuda (default: cpu)",
+    "--seed N": "seed of the canaries' coins, the keys and the noise, to repeat an audit",
     "--json": "print one JSON object instead",
-    "--plot FILE.png": "plot the trade-off curve that is claimed and the errors found; needs "
-    "matplotlib",
+    "--plot FILE.png": "write a plot of the claimed trade-off curve and the attack's errors; "
+    "needs matplotlib",
 }
 
 
@@ -60,27 +63,28 @@ class _Audit:
 def add_audit_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash audit`."""
     parser.description = (
-        "Attack private training with canaries, through the real engine, loader, clipping, noise "
-        "and accountant: lower bounds on epsilon beside the claimed one, and named checks of what "
-        "scores of canaries cannot see. With --sample-rate 1 each canary is in or out anew at "
-        "every step, and one release is claimed; below 1 it is in or out of the whole run, and "
-        "all steps are claimed. Exit status: 0 if nothing refutes the claim, 1 if something does, "
-        "2 if nothing could be audited. A pass is a test, not a proof."
+        "Attack private training with canaries (made-up samples), through the real engine, "
+        "loader, clipping, noise and accountant. The audit prints lower bounds on epsilon beside "
+        "the claimed epsilon, and named checks for errors that no attack on canaries can detect. "
+        "With --sample-rate 1, a coin decides anew for each step whether a canary takes part, and "
+        "the claim is the epsilon of one step. Below 1, a coin decides for the whole run, and the "
+        "claim is the epsilon of all steps. Exit status: 0 if nothing refutes the claim, 1 if "
+        "something does, 2 if nothing could be audited. A passed audit is a test, not a proof."
     )
     parser.add_argument(
         "--run",
         dest="folder",
         metavar="FOLDER",
-        help="audit the settings of a dpflash train run, or of a DPTrainer, and write audit.json "
-        "into its folder, which its model card then reports; in place of --noise-multiplier, "
-        "--sample-rate, --steps and --delta",
+        help="audit the settings of a dpflash train run or of a DPTrainer, in place of those by "
+        "--noise-multiplier, --sample-rate, --steps and --delta. The result is written to "
+        "audit.json in the folder, and the model card states it",
     )
     add_options(parser, _OPTIONS)
     parser.add_argument(
         "--no-ranks",
         dest="ranks",
         action="store_false",
-        help="leave out the checks of two ranks, which need processes of their own",
+        help="leave out the checks on two ranks, which start two processes",
     )
     parser.set_defaults(run=_run, canaries=_CANARIES, confidence=0.95, device="cpu")
     parser.set_defaults(sampler=POISSON)

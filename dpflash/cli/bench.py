@@ -13,27 +13,28 @@ if TYPE_CHECKING:
     from dpflash.bench.suite import Suite
 
 _COMPARED = (
-    "Exit status: 0 where nothing regressed, or nothing could be decided; 1 where a row is "
-    "significantly slower by more than the threshold, takes more memory by as much, was right and "
-    "is wrong or failed now, or lost its figures, or has another config;"
+    "Exit status: 0 if no measurement regressed, or if nothing could be decided; 1 if a "
+    "measurement is significantly slower, or takes more memory, by more than the threshold, if "
+    "its result became wrong, or if it failed, has no figures any more or has another "
+    "configuration;"
 )
 _OPTIONS = {
-    "--quick": "small sizes, 5 trials: a first look in minutes, no figures to quote",
-    "--device DEVICE": "auto (default), cpu or cuda",
-    "--threads N": "threads of torch on the CPU (default all; 1 is steadiest, and what each rank "
-    "has)",
-    "--max-seconds S": "time limit for the calls of a row; slower rows are timed with fewer "
-    "calls, 3 at least, or skipped and reported (default 60, quick 10)",
-    "--seed N": "of inputs and weights (default 0)",
-    "--traces": "write a torch.profiler trace and table of each row to DIR/traces",
+    "--quick": "small sizes and 5 trials, for a first look in minutes; do not quote the figures",
+    "--device DEVICE": "auto, cpu or cuda (default: auto)",
+    "--threads N": "number of torch's threads on the CPU (default: all). With 1 thread, as each "
+    "rank has, times vary least",
+    "--max-seconds S": "time limit for one measurement. Slower ones are timed with fewer calls, "
+    "at least 3, or are skipped and reported (default: 60, with --quick 10)",
+    "--seed N": "seed of inputs and weights (default: 0)",
+    "--traces": "write a trace and a table of torch.profiler for each measurement to DIR/traces",
 }
 _SCALING = (
-    "strong scaling: all of the work is fixed, and P ranks divide it; weak scaling: the work of "
-    "each rank is fixed. The ranks of a training step divide its samples, with a copy of the "
-    "parameters on each (replicated) or with shards of them (fsdp2), or the tokens of each sample "
-    "(context)."
+    "In strong scaling the total work is fixed, and P ranks divide it. In weak scaling the work "
+    "of each rank is fixed. The ranks of a training step divide its samples, with all parameters "
+    "on each rank (replicated) or with sharded parameters (fsdp2), or they divide the tokens of "
+    "each sample (context)."
 )
-_OUT = {"--out DIR": "folder of the results, made if missing"}
+_OUT = {"--out DIR": "folder for the results, which is created if it is missing"}
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +42,9 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     from dpflash.bench.suites import SUITES
 
     parser.description = (
-        "Measure on this machine, print what the figures come to, and write them to "
-        "DIR/NAME.json, .md (tables, what their columns say) and .png."
+        "Run a benchmark on this machine, print a summary, and write the figures to "
+        "DIR/NAME.json, DIR/NAME.md (tables with an explanation of their columns) and "
+        "DIR/NAME.png."
     )
     names = parser.add_subparsers(dest="name", metavar="NAME", required=True, action=Names)
     for name, about in SUITES.items():
@@ -57,18 +59,18 @@ def _add_suites(names: Any, name: str, description: str, about: str, suites: lis
     parser = names.add_parser(
         name,
         help=about,
-        description=f"{description} Nothing is timed before its result was checked. Exit status: "
-        "0, also where a peer's result was wrong, which is a finding; 1 where one of dpflash was "
-        "wrong or failed (the others are written); 2 for refused arguments; 130 after Ctrl-C "
-        "(what was measured until then is written, marked as broken off).",
+        description=f"{description} An operation is timed only after its result was checked. Exit "
+        "status: 0, also if the result of another library was wrong; 1 if an operation of dpflash "
+        "was wrong or failed (the other figures are written); 2 for invalid arguments; 130 after "
+        "Ctrl-C (the figures so far are written, marked as broken off).",
     )
     add_options(parser, _OPTIONS)
     if suites == ["scaling"]:
         group = parser.add_argument_group("scaling", _SCALING)
-        sections = "attention, memory, reported and training by default; some alone are written "
+        sections = "parts to measure (default: attention,memory,reported,training). A selection "
         options = {
-            "--ranks P,P,...": "numbers of ranks (default 1,2,4)",
-            "--sections NAME,...": f"{sections}to files named after them",
+            "--ranks P,P,...": "numbers of ranks (default: 1,2,4)",
+            "--sections NAME,...": f"{sections}is written to files named after the parts",
         }
         add_options(group, options)
         parser.set_defaults(ranks="1,2,4", sections="attention,memory,reported,training")
@@ -131,17 +133,17 @@ def _run_suites(args: argparse.Namespace) -> int:
 def _add_compare(names: Any) -> None:
     parser = names.add_parser(
         "compare",
-        help="did anything become slower from OLD.json to NEW.json?",
-        description="Test whether rows of NEW.json are slower than the same ones of OLD.json. "
-        "Separate runs also differ by what else the machine did, so that only clear differences "
-        "count, and quick runs, or unlike loads of the machine, decide nothing on times; for a "
-        f"decision, as in CI, take `dpflash bench versus`. {_COMPARED} 2 where the files cannot "
-        "be compared, as those of different machines or settings, or broken off.",
+        help="test whether NEW.json is slower than OLD.json",
+        description="Test whether measurements of NEW.json are slower than those of OLD.json. "
+        "Separate runs also differ by the load of the machine, so only clear differences count. "
+        "Times of --quick runs, or under different loads, decide nothing: in CI use dpflash bench "
+        f"versus. {_COMPARED} 2 if the files cannot be compared, since their machines or settings "
+        "differ or a run was broken off.",
     )
-    parser.add_argument("old", metavar="OLD.json", help="the baseline")
-    parser.add_argument("new", metavar="NEW.json", help="what is judged")
-    threshold = {"--threshold R": "ignore slowdowns below this (default 0.05)"}
-    add_options(parser, {**threshold, "--json FILE": "write the verdicts there too"})
+    parser.add_argument("old", metavar="OLD.json", help="results of the baseline")
+    parser.add_argument("new", metavar="NEW.json", help="results to judge")
+    threshold = {"--threshold R": "ignore relative slowdowns up to R (default: 0.05)"}
+    add_options(parser, {**threshold, "--json FILE": "also write the verdicts to this file"})
     parser.set_defaults(run=_run_compare, threshold=0.05)
 
 
@@ -154,14 +156,14 @@ def _run_compare(args: argparse.Namespace) -> int:
 def _add_versus(names: Any) -> None:
     parser = names.add_parser(
         "versus",
-        help="two checkouts of dpflash, call by call in turns",
-        description="Measure a small set of operations on two checkouts of this repository, "
-        "which take turns call by call, and compare them. What slows the machine slows both, so "
-        f"this is the one for CI. {_COMPARED} 2 where a checkout does not run.",
+        help="compare the speed of two checkouts of dpflash",
+        description="Measure a small set of operations on two checkouts of this repository, and "
+        "compare them. The checkouts take turns call by call, so that the load of the machine "
+        f"slows both: use it in CI. {_COMPARED} 2 if a checkout does not run.",
     )
     parser.add_argument("old", metavar="OLD", help="folder of a checkout")
-    parser.add_argument("new", metavar="NEW", help="folder of another")
-    quick = {"--quick": "half as many launches of half as many rounds: a look, which misses more"}
+    parser.add_argument("new", metavar="NEW", help="folder of the other checkout")
+    quick = {"--quick": "half as many launches of half as many rounds, which detects less"}
     add_options(parser, {**quick, **_OUT}, required=["--out"])
     parser.set_defaults(run=_run_versus)
 

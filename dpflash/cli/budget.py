@@ -38,8 +38,8 @@ _MECHANISM = "Gaussian noise on sums of clipped gradients (DP-SGD)"
 _MAX_POINTS = 200
 _OPTIONS = {
     "--delta D": DELTA,
-    "--epsilon E": "privacy budget; report how many more steps of the last kind (epochs of a "
-    "shuffled loader or of random allocation, rounds of cyclic draws) it allows",
+    "--epsilon E": "privacy budget: also print how many more steps like those of the last run it "
+    "allows (epochs of shuffled and random_allocation, rounds of cyclic_poisson)",
     "--accountant NAME": f"name of the accountant (default: {DEFAULT_ACCOUNTANT})",
 }
 
@@ -48,10 +48,10 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash budget`."""
     parser.description = (
         "Compute the total epsilon of all runs in a ledger, or in several ledgers of the same "
-        "data, from the samplers that they used and under a neighboring relation that holds for "
-        "all of them. Lines with which several ledgers begin, since one is a copy of another that "
-        "went on by itself, count once. Ledgers whose units have other names are refused: correct "
-        "the names with dpflash ledger rename. Exit status: 0; 1 where --epsilon is exceeded."
+        "data, from the samplers of the runs and under a neighboring relation that holds for all "
+        "runs. If one ledger is a copy of another, the lines that both have count once. Ledgers "
+        "whose privacy units have different names are refused: correct a name by dpflash ledger "
+        "rename. Exit status: 0, or 1 if the total exceeds --epsilon."
     )
     parser.add_argument(
         "ledgers",

@@ -24,22 +24,23 @@ _SHAPE = (
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash check`."""
     parser.description = (
-        "Find modules and losses that couple the samples of a batch (batch statistics, a loss "
-        "divided by the batch's tokens), layers that cannot be trained privately and parameters "
-        "without a gradient, each with a remedy. It is a test on one batch, not a proof. Exit "
-        "status: 0 without errors, 1 with errors, 2 if nothing could be checked."
+        "Find modules and losses that make the samples of a batch depend on each other (batch "
+        "statistics, a loss divided by the number of the batch's tokens), layers that cannot be "
+        "trained privately, and parameters without a gradient. For each of them the remedy is "
+        "printed. This is a test on one batch, not a proof. Exit status: 0 if no error was found, "
+        "1 if one was found, 2 if nothing could be checked."
     )
     parser.add_argument(
         "target",
         metavar="MODULE:FUNCTION",
-        help="package.module:function or path/file.py:function; function() returns "
-        "(model, batch, loss_fn), the batch with two samples or more (4 to 8 are enough)",
+        help="package.module:function or path/file.py:function. function() returns "
+        "(model, batch, loss_fn); the batch has two or more samples (4 to 8 are enough)",
     )
     parser.add_argument(
         "--loss-reduction",
         choices=("mean", "sum"),
-        help="loss_fn returns a scalar, this reduction over samples, as make_private(..., "
-        "loss_reduction=...) declares it; the declaration is checked",
+        help="pass it if loss_fn returns a scalar, the mean or the sum over samples, as for "
+        "make_private(loss_reduction=...). The check tests that it is",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)

@@ -26,9 +26,10 @@ from ._tables import (
 )
 
 _ASSUMPTIONS = (
-    "It holds for Poisson sampling (each sample enters each batch independently) and for data "
-    "sets that differ by one added or removed sample, unless --sampler, --neighboring-relation "
-    "and --examples-per-unit choose others. A shuffled loader has another epsilon."
+    "By default batches are sampled by Poisson sampling (each sample enters each batch "
+    "independently), and neighboring data sets differ in one added or removed sample. For other "
+    "runs pass --sampler, --neighboring-relation or --examples-per-unit: a shuffled loader, for "
+    "example, has another epsilon."
 )
 _NOISE = {
     "--noise-multiplier S": "standard deviation of the noise over the clipping bound, e.g. 1.1"
@@ -45,7 +46,9 @@ _SEVERAL = {
 
 def add_epsilon_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash epsilon`."""
-    parser.description = f"Compute the epsilon of a run from its noise. {_ASSUMPTIONS}"
+    parser.description = (
+        f"Compute the epsilon of a run from its noise, sampling and steps. {_ASSUMPTIONS}"
+    )
     add_options(parser, _NOISE, required=["--noise-multiplier"])
     add_run_arguments(parser)
     add_output_arguments(parser)
@@ -55,10 +58,10 @@ def add_epsilon_arguments(parser: argparse.ArgumentParser) -> None:
 def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash calibrate`."""
     parser.description = (
-        "Compute the least noise, the most steps or the greatest sample rate with which a run "
-        "meets an epsilon, whichever of --noise-multiplier, --steps and --sample-rate is not "
-        f"given. {_ASSUMPTIONS} With --for quality: the bands of noise, batch size and epochs "
-        "with the least error at that epsilon."
+        "Compute the least noise, the largest number of steps or the largest sample rate with "
+        "which a run meets --target-epsilon: pass two of --noise-multiplier, --steps and "
+        f"--sample-rate, and the third is computed. {_ASSUMPTIONS} With --for quality, compute "
+        "the number of bands, the batch size and the epochs with the least error at the epsilon."
     )
     target = {"--target-epsilon E": "maximum epsilon at the end of the run, e.g. 3"}
     add_options(parser, {**target, **_NOISE}, required=["--target-epsilon"])

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from dpflash.clipping.estimate import StepCost
 
 _OPTIONS = {
-    "--model PATH": "folder of a model or of a dpflash run, or a config.json: of transformers, or "
-    "of a LongContextLM. Weights are not read",
-    "--seq-len N": "tokens of a sample, over all ranks (default: 1024)",
-    "--batch-size N": "samples of a step (default: 1)",
+    "--model PATH": "folder of a model or of a dpflash train run, or a config.json (of a model of "
+    "transformers or of a LongContextLM). Weights are not read",
+    "--seq-len N": "number of tokens of a sample, over all ranks (default: 1024)",
+    "--batch-size N": "number of samples of a step (default: 1)",
     "--physical-batch-size N": "maximum number of samples in memory at once (default: all)",
     "--lora-rank N": "train LoRA adapters of this rank on all linear layers",
-    "--ranks N": "ranks that share each sequence, as --context-parallel of dpflash train "
-    "(default: 1)",
-    "--memory SIZE": "memory of a device, such as 80GB: also print the longest sequence and the "
-    "largest batch that fit",
+    "--ranks N": "number of ranks that divide the tokens of each sample, as --context-parallel of "
+    "dpflash train (default: 1)",
+    "--memory SIZE": "memory of a device, such as 80GB. The longest sequence and the largest "
+    "batch that fit into it are then printed too",
     "--json": "print one JSON object instead",
 }
 _MODES = ("instantiate", "book_keeping", "ghost")
@@ -43,20 +43,22 @@ _MIB = 2**20
 def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash estimate`."""
     parser.description = (
-        "Estimate the memory and the time of a training step, private beside plain. Nothing is "
-        "trained or downloaded, and no weights are allocated. Parameters have the dtype of "
-        "config.json, or float32; attention is dpflash's, in memory O(T); the optimizer is AdamW; "
-        "on a GPU the forward runs under bfloat16 autocast."
+        "Estimate the memory and the time of a private and of a plain training step. Nothing is "
+        "trained or downloaded, and no weights are allocated. The estimate assumes parameters in "
+        "the dtype of config.json or else float32, dpflash's attention, the optimizer AdamW, and "
+        "on a GPU bfloat16 autocast."
     )
     add_options(parser, _OPTIONS, required=["--model"])
     parser.add_argument(
         "--device",
         choices=("cpu", "h100", "a100"),
-        help="where to train: this machine's CPU, whose speed is measured in some seconds, or a "
-        "GPU of 80 GB (default: cpu)",
+        help="device that trains: this machine's CPU, whose speed is measured in some seconds, or "
+        "a GPU with 80 GB (default: cpu)",
     )
     parser.add_argument(
-        "--clipping", choices=("flat", "per_layer"), help="as in make_private (default: flat)"
+        "--clipping",
+        choices=("flat", "per_layer"),
+        help="clipping by one norm or layer by layer (default: flat)",
     )
     parser.set_defaults(run=_run_estimate, device="cpu", clipping="flat")
     parser.set_defaults(seq_len=1024, batch_size=1, ranks=1)
@@ -468,27 +470,27 @@ def _text(report: dict[str, Any]) -> str:
         (part, *(f"{one['parts'][part] / _MIB:,.1f}" for one in columns.values()))
         for part in report["parts"]
     ]
-    rows.append(("together", *(f"{c['memory_bytes'] / _MIB:,.1f}" for c in columns.values())))
+    rows.append(("total", *(f"{c['memory_bytes'] / _MIB:,.1f}" for c in columns.values())))
     rows.append(("seconds", *(f"{c['step_seconds']:,.3g}" for c in columns.values())))
     modes = [
         (name, f"{one['memory_bytes'] / _MIB:,.1f}", f"{one['step_seconds']:,.3g}")
         for name, one in report["by_mode"].items()
     ]
     chosen = ", ".join(f"{mode} {count}" for mode, count in report["modes"].items())
-    why = "the faster one for each parameter"
+    why = "limited by time: the faster mode of each parameter"
     if report["modes_limited_by"] == "memory":
         budget = f"{report['memory_budget'] / _MIB:,.1f} MiB, a quarter of the memory"
-        why = f"faster ones would keep more than memory_budget ({budget})"
+        why = f"limited by memory: the faster modes would keep more than memory_budget ({budget})"
     lines = [
         f"{report['parameters']:,} parameters, {report['trained_parameters']:,} of them trained; "
         f"T={report['seq_len']:,}, B={report['batch_size']:,}, {report['ranks']} rank(s)",
         "",
-        table(rows, ["MiB of a rank at its peak", *columns]),
+        table(rows, ["peak memory of a rank, MiB", *columns]),
         "",
         table(modes, ["private step by mode", "MiB", "seconds"]),
         "",
         f"modes that the planner chooses: {chosen}; {why}",
-        f"speed: {report['ceilings']}",
+        f"speed of the device: {report['ceilings']}",
     ]
     if "fits" in report:
         fits = report["fits"]

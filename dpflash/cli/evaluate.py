@@ -1,4 +1,4 @@
-"""`dpflash evaluate`: computes a trained model's loss on documents, or a classifier's accuracy."""
+"""`dpflash evaluate`: computes a trained model's loss, or a classifier's accuracy, on a file."""
 
 from __future__ import annotations
 
@@ -13,25 +13,33 @@ from ._parser import add_options
 
 _OPTIONS = {
     "--data PATH": "file or folder with the documents",
-    "--unit UNIT": "file or folder: a document is a file; record or field:NAME: a line of a JSONL "
-    "file (default: file)",
+    "--unit UNIT": "unit as for dpflash train, which decides what a document is: a file (file or "
+    "folder), or a line of a JSONL file (record or field:NAME) (default: file)",
     "--field NAME": "key of the text in a record (default: text)",
-    "--label-field NAME": "key of the label in a record, for a classifier",
-    "--seq-len N": "tokens per window (default: the longest document, or what the model takes)",
-    "--max-windows N": "maximum number of windows (default: all)",
-    "--json": "print JSON",
+    "--label-field NAME": "key of the label in a record; needed for a classifier",
+    "--seq-len N": "maximum number of tokens per window (default: the longest document, or the "
+    "model's maximum)",
+    "--max-windows N": "maximum number of windows of a language model (default: all)",
+    "--json": "print one JSON object instead",
 }
+_COLUMNS = ("label", "texts", "recall", "precision")
+_NOT_COVERED = (
+    "Epsilon does not cover these figures: if the data are private, do not publish them."
+)
 
 
 def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash evaluate`."""
     parser.description = (
-        "Compute the loss of a trained model on documents: per token, per byte, and as a "
-        "perplexity; of a classifier the accuracy. Epsilon does not cover the result."
+        "Evaluate a trained model on the documents in --data. For a language model, print the "
+        "loss per token and per byte, and the perplexity. For a classifier, print the accuracy, "
+        "and the recall and the precision of each label. Epsilon does not cover these figures."
     )
     parser.add_argument("folder", metavar="DIR", help="folder of a run or of an export")
     add_options(parser, _OPTIONS, required=["--data"])
-    parser.add_argument("--suffixes", nargs="+", metavar="S", help="file name suffixes to read")
+    parser.add_argument(
+        "--suffixes", nargs="+", metavar="S", help="read only files with these suffixes"
+    )
     parser.set_defaults(run=_run_evaluate, unit="file", field="text")
 
 
@@ -59,6 +67,7 @@ def _run_evaluate(args: argparse.Namespace) -> int:
         return 0
     left_out = f" (left out: {documents.left_out})" if documents.left_out else ""
     rows = {
+        "data": args.data,
         "documents": f"{found.documents}{left_out}",
         f"{model.token}s": f"{found.tokens}",
         f"nats per {model.token}": f"{found.nats_per_token:.4f}",
@@ -67,7 +76,7 @@ def _run_evaluate(args: argparse.Namespace) -> int:
     }
     if found.bits_per_byte is not None:  # None if --max-windows left tokens out
         rows["bits per byte"] = f"{found.bits_per_byte:.4f}"
-    print(table(list(rows.items())))
+    print(f"{table(list(rows.items()))}\n{_NOT_COVERED}")
     return 0
 
 
@@ -92,9 +101,19 @@ def _evaluate_labels(args: argparse.Namespace) -> int:
         return 0
     left_out = f" (left out: {documents.left_out})" if documents.left_out else ""
     rows = {
+        "data": args.data,
         "texts": f"{found.texts}{left_out}",
         "accuracy": f"{found.accuracy:.4f}",
         "nats per text": f"{found.nats_per_text:.4f}",
     }
-    print(table(list(rows.items())))
+    by_label = [
+        (
+            name,
+            f"{own['texts']}",
+            *("-" if own[key] is None else f"{own[key]:.4f}" for key in ("recall", "precision")),
+        )
+        for name, own in found.by_label.items()
+    ]
+    print(f"{table(list(rows.items()))}\n\n{table(by_label, _COLUMNS)}")
+    print(_NOT_COVERED)
     return 0

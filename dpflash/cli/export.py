@@ -7,11 +7,11 @@ import argparse
 from ._parser import add_options
 
 _OPTIONS = {
-    "--out DIR": "new folder",
-    "--keep-adapters": "write LoRA adapters as they are, instead of adding them to the model's "
+    "--out DIR": "new folder to write",
+    "--keep-adapters": "write LoRA adapters separately, instead of merging them into the model's "
     "weights",
-    "--ledgers FILE...": "ledgers of other runs that the weights come from, such as that of the "
-    "base model: the card states epsilon of each, and of all together",
+    "--ledgers FILE...": "ledgers of other runs that the weights come from, such as the ledger of "
+    "the base model. The card then states the epsilon of each ledger and of all together",
 }
 
 
@@ -19,8 +19,8 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash export`."""
     parser.description = (
         "Write the model of a run into a new folder: model.safetensors, config.json and a model "
-        "card (README.md) that states epsilon, and what it does not cover. Models of transformers "
-        "load with transformers alone, others with dpflash.load."
+        "card (README.md), which states epsilon and what epsilon does not cover. Models of "
+        "transformers load without dpflash; other models load by dpflash.load."
     )
     parser.add_argument(
         "folder", metavar="RUN", help="folder of a dpflash train run, or of a DPTrainer"

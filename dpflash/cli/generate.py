@@ -8,18 +8,18 @@ from ._parser import add_options
 
 _OPTIONS = {
     "--prompt TEXT": "the text to continue",
-    "--max-new-tokens N": "(default: 100)",
-    "--temperature T": "divides the logits; 0 takes the likeliest token (default: 1)",
-    "--top-k K": "choose among the K likeliest (default: all)",
-    "--seed N": "make the choices repeatable",
+    "--max-new-tokens N": "maximum number of tokens to generate (default: 100)",
+    "--temperature T": "divide the logits by T; 0 chooses the most likely token (default: 1)",
+    "--top-k K": "choose among the K most likely tokens (default: all)",
+    "--seed N": "seed of the random choices, to repeat them",
 }
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash generate`."""
     parser.description = (
-        "Continue a text with the model of a run or of an export. The text is computed from the "
-        "prompt and the weights alone, so it is as private as they are."
+        "Continue a text with the model of a run or of an export. The new text depends on the "
+        "training data through the weights alone, so the guarantee of the weights covers it."
     )
     parser.add_argument("folder", metavar="DIR", help="folder of a run or of an export")
     add_options(parser, _OPTIONS, required=["--prompt"])

@@ -26,22 +26,21 @@ from ._runs import DELTA, accounting
 from ._tables import as_json, table
 
 _KEPT = {
-    "--head HASH": "a head that was kept, such as one that dpflash train or an earlier verify "
-    "printed; the ledger must have had it, and may have grown since",
-    "--public-key PEM": "public key of a signature that must be beside the ledger",
+    "--head HASH": "hash of the ledger that you saved, as dpflash train or an earlier verify "
+    "printed it. The ledger must have had this hash, and may have grown since",
+    "--public-key PEM": "file with a public key. FILE.signatures must have a signature of it",
 }
 _UNPROVEN = (
-    "Keep the head elsewhere: whoever can write the file can cut it, or write all of it anew, and "
-    "only --head or --public-key finds that."
+    "Save the head elsewhere: whoever can write the file can cut lines from its end or rewrite "
+    "the whole file, and only verify with --head or --public-key detects that."
 )
 
 
 def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash ledger`."""
     parser.description = (
-        "Work with the file that PrivacyEngine(ledger=...) or dpflash train wrote: verify that it "
-        "was not changed, sign it, write an auditors' report, or correct the name of its privacy "
-        "unit."
+        "Verify the ledger that PrivacyEngine(ledger=...) or dpflash train wrote, sign it, write "
+        "a report for auditors, or correct the name of its privacy unit."
     )
     names = parser.add_subparsers(dest="action", metavar="ACTION", required=True, action=Names)
 
@@ -62,15 +61,15 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     action(
         "verify",
         _run_verify,
-        "say whether a ledger was changed or cut since it was written: exit 0 if it is sound, 1 "
-        "if it is broken",
+        "check whether a ledger was changed or cut since it was written: exit status 0 if it is "
+        "sound, 1 if it is broken, 2 if it cannot be read",
         {**_KEPT, "--json": "print one JSON object instead"},
     )
     action(
         "report",
         _run_report,
-        "write one HTML page for auditors: runs, epsilon, privacy unit, head and signatures",
-        {"--delta D": DELTA, "--out HTML": "name of the page, such as report.html", **_KEPT},
+        "write an HTML page for auditors, with runs, epsilon, privacy unit, head and signatures",
+        {"--delta D": DELTA, "--out HTML": "file to write, such as report.html", **_KEPT},
         *("--delta", "--out"),
         what="the ledger, or several ledgers of the same data",
         nargs="+",
@@ -78,23 +77,23 @@ def add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     action(
         "sign",
         _run_sign,
-        "sign all lines of a sound ledger, in FILE.signatures",
-        {"--key PEM": "private Ed25519 key; its passphrase is asked for"},
+        "verify a ledger, and add a signature of all its lines to FILE.signatures",
+        {"--key PEM": "file with a private Ed25519 key. You are asked for its passphrase, if any"},
         "--key",
     )
     action(
         "key",
         _run_key,
-        "make an Ed25519 key, such as officer.pem, and officer.public.pem beside it",
+        "write a new private Ed25519 key, such as officer.pem, and its public key beside it",
         {},
         what="new file for the private key",
     )
     action(
         "rename",
         _run_rename,
-        "correct what the users of a ledger are called, such as patient in place of patient_id; "
-        "the ledger keeps both names",
-        {"--unit-name NAME": "the right name"},
+        "correct the name of a ledger's privacy unit, such as patient in place of patient_id, by "
+        "a line that records both names",
+        {"--unit-name NAME": "the new name"},
         "--unit-name",
     )
 
@@ -155,16 +154,17 @@ def _as_text(report: dict[str, Any]) -> str:
     ]
     rows.append(("head", report["head"]))
     if kept is not None:
-        rows.append(("kept head", f"the one of the first {counted(kept, 'line')}"))
+        rows.append(("saved head", f"found: it covers the first {counted(kept, 'line')}"))
     rows += [
         ("signed", f"the first {counted(s['lines'], 'line')}, {s['day']}, key {s['key']}")
         for s in report["signatures"]
     ]
     if report["without_guard"]:
-        rows.append(("not shown", "whether later lines were cut, since FILE.guard is missing"))
+        text = "whether later lines were cut, since FILE.guard is missing"
+        rows.append(("not checked", text))
     if without:
-        text = f"lines {', '.join(without)}: they have no day, code, data or bound of a run"
-        rows.append(("not described", text))
+        text = f"the day, code, data or bound of the run in lines {', '.join(without)}"
+        rows.append(("not recorded", text))
     counts = ((report["lines"], "line"), (report["steps"], "step"), (report["runs"], "run"))
     return f"sound: {', '.join(counted(*c) for c in counts)}\n{table(rows)}"
 

@@ -31,43 +31,45 @@ _PATIENCE = 10.0  # seconds that other ranks wait for rank 0 to report an error
 
 # Names in braces are replaced by the defaults of TrainingConfig.
 _OPTIONS = {
-    "--data PATH": "folder with text files, or a JSONL file or a folder of them with --unit "
-    "record (default: the *.py files of Python's standard library)",
-    "--unit UNIT": "what epsilon protects: file; record, a line of a JSONL file; folder, all "
-    "files in each folder of --data together, such as a patient's notes; field:NAME, all records "
-    "with the same value of that field, such as field:patient (default: {unit})",
-    "--unit-name NAME": "what a folder, or a value of the field, is, such as patient, for the "
-    "ledger, the report and the model card (default: folder, or the field's name)",
-    "--examples-per-unit K": "most documents of a folder or field that a step uses, at random "
-    "(default: 4)",
+    "--data PATH": "folder with text files; with --unit record or field:NAME a JSONL file, or a "
+    "folder of JSONL files (default: the *.py files of Python's standard library)",
+    "--unit UNIT": "privacy unit, which epsilon protects: file (each file); record (each line of "
+    "a JSONL file); folder (all files in one folder of --data, such as a patient's notes); "
+    "field:NAME (all records with the same value of that field, such as field:patient) "
+    "(default: {unit})",
+    "--unit-name NAME": "name of a unit that is a folder or a value of a field, such as patient, "
+    "for the ledger, the report and the model card (default: folder, or the field's name)",
+    "--examples-per-unit K": "maximum number of documents of a unit that one step trains on, "
+    "chosen at random, with --unit folder or field:NAME (default: 4)",
     "--field NAME": "key of the text in a JSONL record (default: {field})",
-    "--label-field NAME": "key of the label in a JSONL record: --model is then trained to "
-    "classify texts, as BERT is; needs --labels",
-    "--model DIR": "fine-tune the model in this folder, as save_pretrained writes it: a causal "
-    "language model, or with --label-field a classifier or what it is made of; nothing is "
-    "downloaded (default: a new byte-level model)",
-    "--tokenizer DIR": "folder of its tokenizer (default: that of --model)",
+    "--label-field NAME": "key of the label in a JSONL record. --model is then trained as a "
+    "classifier of texts; needs --labels",
+    "--model DIR": "fine-tune the model in this folder, which save_pretrained wrote: a causal "
+    "language model, or with --label-field a classifier or an encoder such as BERT. Nothing is "
+    "downloaded (default: train a new byte-level model)",
+    "--tokenizer DIR": "folder of the tokenizer of --model (default: the folder of --model)",
     "--lora-rank N": "train LoRA adapters of this rank on all linear layers instead of all "
     "parameters",
-    "--eval-data PATH": "file or folder to evaluate on, instead of documents held out of --data",
-    "--eval-fraction F": "expected fraction of documents to hold out, which do not train; 0 for "
-    "no evaluation (default: 0.1)",
+    "--eval-data PATH": "file or folder to evaluate on, instead of units held out of --data",
+    "--eval-fraction F": "expected fraction of units that are held out for the evaluation and not "
+    "trained on; 0 for no evaluation (default: 0.1)",
     "--out DIR": f"new folder for the results (default: {_DEFAULT_OUT}, or the next free number)",
-    "--resume DIR": "continue the run in this folder, with any number of ranks; the options of "
-    "the job are read from its checkpoint, the distributed options are not; pass them again",
-    "--resume-if-present": "with --out: continue the run in that folder if it has a checkpoint, "
-    "else start it; the same command then starts and restarts a job, as torchrun --max-restarts "
-    "does. Options of the job must be those it began with",
-    "--seq-len N": "maximum number of tokens per window; a sampled document trains on one window, "
-    "or with --pack on all of them, up to those of all rows (default: {seq_len})",
+    "--resume DIR": "continue the run in this folder, with any number of ranks. Its options are "
+    "read from the checkpoint, except the options for several ranks: pass those again",
+    "--resume-if-present": "continue the run in --out if that folder has a checkpoint, else start "
+    "it, so that one command starts and restarts a job, as torchrun --max-restarts does. Pass the "
+    "options with which the job began",
+    "--seq-len N": "maximum number of tokens per window. A step trains on one window of each "
+    "sampled document, or with --pack on the whole document (default: {seq_len})",
     "--batch-size N": "expected number of units per step, over all ranks (default: {batch_size})",
-    "--physical-batch-size N": "maximum number of documents in memory at once, per rank; with "
+    "--physical-batch-size N": "maximum number of documents in memory at once on each rank; with "
     "--pack the number of rows (default: {physical_batch_size})",
-    "--steps N": "number of noisy steps (default: 20, or by --epochs)",
-    "--epochs X": "expected number of times that each document is sampled (default: by --steps)",
-    "--dataset-size N": "public number from which the sample rate is computed; the actual number "
-    "of documents is then private, and never compared with it (default: the number of documents, "
-    "which is then public)",
+    "--steps N": "number of noisy steps (default: computed from --epochs, or 20, which is enough "
+    "for a first look only)",
+    "--epochs X": "expected number of times that each unit is sampled, in place of --steps",
+    "--dataset-size N": "declared public number of units, from which the sample rate is computed. "
+    "The actual number of units then stays private (default: the actual number, which is then "
+    "treated as public)",
     "--delta D": "delta of the guarantee, below 1 / number of units (default: {delta})",
     "--accountant NAME": "name of the accountant (default: {accountant})",
     "--clipping NAME": "flat (one norm over all parameters) or per_layer (default: flat, or "
@@ -78,39 +80,43 @@ _OPTIONS = {
     "{max_grad_norm})",
     "--optimize LEVEL": "none, conservative, balanced (bfloat16) or aggressive (compiled) "
     "(default: {optimize})",
-    "--attention-backend NAME": "whose attention kernels run on a GPU: auto, own (dpflash's) or "
-    "fast (cuDNN's and FlashAttention's also where gradients do not repeat bit for bit) (default: "
-    "{attention_backend})",
-    "--cuda-graph": "replay forward and clipped backward as CUDA graphs; what is left out, and "
-    "why, is printed",
-    "--fp8": "multiply in float8 in linear layers but the last: with --optimize balanced on GPUs "
-    "of compute capability 8.9 or above; elsewhere it is emulated, slower",
-    "--learning-rate R": "Adam learning rate (default: 0.01; 1e-3 with --lora-rank, 1e-4 for all "
-    "parameters of --model)",
-    "--embed-dim N": "width of the model (default: 64)",
-    "--layers N": "number of blocks (default: 2)",
-    "--heads N": "attention heads (default: 1)",
-    "--pattern NAME": "attention of a new model: a name such as sliding_window, or with sizes "
-    "'sliding_window(window=256)' (default: dense)",
+    "--attention-backend NAME": "attention kernels on a GPU: auto, own (dpflash's kernels) or "
+    "fast (also kernels of cuDNN and FlashAttention whose gradients are not deterministic) "
+    "(default: {attention_backend})",
+    "--cuda-graph": "replay forward and clipped backward as CUDA graphs. If a part of the step is "
+    "left out, the reason is printed",
+    "--fp8": "multiply in float8 in all linear layers but the last, on GPUs of compute capability "
+    "8.9 or above with --optimize balanced. Other devices compute the same numbers in float32, "
+    "which is slower",
+    "--learning-rate R": "learning rate of Adam (default: 0.01 for a new model, 1e-4 for all "
+    "parameters of --model, 1e-3 for its adapters with --lora-rank)",
+    "--embed-dim N": "width of a new model (default: 64)",
+    "--layers N": "number of blocks of a new model (default: 2)",
+    "--heads N": "number of attention heads of a new model (default: 1)",
+    "--pattern NAME": "attention pattern of a new model: a name such as sliding_window, or a name "
+    "with sizes such as 'sliding_window(window=256)' (default: dense)",
     "--eval-windows N": "held-out windows per evaluation (default: {eval_windows})",
     "--max-total-bytes N": "maximum bytes of text to hold in memory (default: {max_total_bytes})",
     "--checkpoint-every N": "steps between checkpoints (default: {checkpoint_every})",
-    "--target-epsilon E": "epsilon after all steps (default: {target_epsilon})",
-    "--max-epsilon E": "end the training before the step that would exceed it; with --ledger it "
-    "limits all runs of the ledger together, and a run that does not fit is refused (default: no "
-    "limit)",
-    "--ledger FILE": "append to this ledger, which runs on the same data share, so that their "
-    "epsilons add up; --target-epsilon is for the new run alone (default: ledger.jsonl in --out)",
-    "--noise-multiplier S": "noise over clipping bound, instead of a target; 0 for a run without "
-    "privacy",
-    "--bands NUMBER": "banded noise: the number of steps that the noise is correlated over, which "
-    "takes (bands - 1) x 8 bytes for each trained parameter, or auto for the one with the least "
-    "error at --target-epsilon whose states fit into a quarter of the device's memory (default: "
-    "{bands}, independent noise)",
-    "--pack": "pack whole documents into rows of --seq-len tokens, so that a step trains on all "
-    "of a sampled document",
+    "--target-epsilon E": "epsilon after all steps, from which the noise is computed (default: "
+    "{target_epsilon})",
+    "--max-epsilon E": "limit of epsilon: training ends before the step that would exceed it. "
+    "With --ledger it limits all runs of the ledger together, and a run that would exceed it is "
+    "refused (default: no limit)",
+    "--ledger FILE": "append to this ledger, which several runs on the same data share, so that "
+    "their epsilons add up. --target-epsilon is for the new run alone (default: ledger.jsonl in "
+    "--out)",
+    "--noise-multiplier S": "standard deviation of the noise over the clipping bound, in place of "
+    "--target-epsilon; 0 for a run without privacy",
+    "--bands NUMBER": "banded noise: number of steps over which the noise is correlated. It takes "
+    "(bands - 1) x 8 bytes for each trained parameter. auto: the number with the least error at "
+    "--target-epsilon that fits into a quarter of the device's memory (default: {bands}, "
+    "independent noise)",
+    "--pack": "pack whole documents into rows of --seq-len tokens. A step trains on all tokens of "
+    "each sampled document, or on a window of a document that is longer than a microbatch",
     "--allow-large-delta": "accept a delta that is not below 1 / number of units",
-    "--seed N": "make the run repeatable, for research: its noise can be recomputed by others",
+    "--seed N": "make the run repeatable, for research alone: whoever knows the seed can subtract "
+    "the noise",
 }
 
 # Arguments that are not of the job.
@@ -127,16 +133,16 @@ _MEASURED = (
 _SHARED = {
     "--context-parallel K": "number of ranks over which the tokens of each window are sharded; "
     "groups of K ranks divide the documents of a step (default: {context_parallel})",
-    "--context-mode NAME": "how keys and values are exchanged: auto, ring, all_gather or ulysses "
+    "--context-mode NAME": "how ranks exchange keys and values: auto, ring, all_gather or ulysses "
     "(default: {context_mode})",
-    "--sharding NAME": "which tokens each rank holds: contiguous, or zigzag for balanced causal "
-    "work (default: {sharding})",
-    "--rank-timeout SECONDS": "how long a rank waits for another one that works (default: "
-    "{rank_timeout})",
-    "--heartbeat-timeout SECONDS": "how long a rank may give no sign at all before the others end "
-    "(default: {heartbeat_timeout})",
+    "--sharding NAME": "which tokens each rank holds: contiguous, or zigzag, which balances the "
+    "work of causal attention (default: {sharding})",
+    "--rank-timeout SECONDS": "how long a rank waits in an operation for a rank that is alive "
+    "(default: {rank_timeout})",
+    "--heartbeat-timeout SECONDS": "how long a rank may send no heartbeat before the other ranks "
+    "end (default: {heartbeat_timeout})",
     "--shard-parameters": "shard parameters and optimizer state over the ranks that divide the "
-    "documents (FSDP2); skips the non-private run",
+    "documents (FSDP2). There is then no non-private run to compare",
 }
 
 
@@ -144,19 +150,25 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments of `dpflash train`."""
     parser.description = (
         "Train a byte-level language model, or fine-tune a causal language model or a classifier "
-        "of transformers (--model), with differential privacy. The unit of privacy is one file, "
-        "or what --unit says. Ctrl-C finishes the step and writes a checkpoint to "
-        "resume from. Several ranks train one model together: torchrun --nproc-per-node N -m "
+        "of transformers (--model), with differential privacy. The privacy unit is one file, "
+        "unless --unit chooses another. Ctrl-C finishes the step and writes a checkpoint, from "
+        "which --resume continues. To train on several ranks: torchrun --nproc-per-node N -m "
         "dpflash train ..."
     )
     # Options that are not given are absent, because --resume compares only the given options.
     parser.argument_default = argparse.SUPPRESS
     add_options(parser, _with_defaults(_OPTIONS, TrainingConfig))
     parser.add_argument(
-        "--suffixes", nargs="+", metavar="S", help="file name suffixes to read, e.g. .txt .md"
+        "--suffixes",
+        nargs="+",
+        metavar="S",
+        help="read only files with these suffixes, e.g. .txt .md",
     )
     parser.add_argument(
-        "--labels", nargs="+", metavar="L", help="names of all labels, which count as public"
+        "--labels",
+        nargs="+",
+        metavar="L",
+        help="names of all labels, which are public. Records with other labels are left out",
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="where to compute (default: cpu)"
@@ -164,7 +176,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--baseline",
         action=argparse.BooleanOptionalAction,
-        help="train the same model without privacy afterwards, to compare (default: yes for a new "
+        help="also train the same model without privacy, to compare (default: yes for a new "
         "model, no with --model)",
     )
     shared = parser.add_argument_group("several ranks, started by torchrun")
@@ -341,15 +353,18 @@ def _documents(job: Any) -> str:
     if config.dataset_size is not None:
         return f"a declared size of {counted(config.dataset_size, _noun(config))}"
     text = counted(job.num_units, _noun(config))
+    document, others = _noun(config), ""
     if config.examples_per_unit is not None:
-        text += f" with {counted(job.num_documents, config.document)}"
+        document, others = config.document, f" of other {config.noun}s"
+        text += f" with {counted(job.num_documents, document)}"
     text += " to train on, "
+    held_out = counted(job.num_held_out, document)
     if config.eval_data is not None:
-        text += f"{job.num_held_out} of {config.eval_data} to evaluate on"
+        text += f"{held_out} in {config.eval_data} to evaluate on"
     elif not config.holds_out:
         text += "no evaluation"
     else:
-        text += f"{job.num_held_out} held out (which epsilon does not cover)"
+        text += f"{held_out}{others} held out (epsilon does not cover them)"
     return text + (f"; left out: {job.left_out}" if job.left_out else "")
 
 
@@ -373,7 +388,7 @@ def _schedule(job: Any) -> str:
         text += f"texts of {counted(job.window_len, 'token')}"
     if job.window_len < config.seq_len:
         text += f" (not {config.seq_len}: {job.shortened})"
-    return text
+    return f"{text}, Adam with learning rate {config.learning_rate:g}"
 
 
 def _summary(report: dict[str, Any], job: Any) -> list[str]:
@@ -419,14 +434,14 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
             f"{shown('tokens_per_second', ',.0f')} (without padding)",
         ),
         ("peak memory", f"{shown('peak_memory_mb', ',.0f')} MB"),
-        ("model (for release)", str(job.released)),
+        ("trained weights", f"{job.released} (dpflash export adds the model card)"),
         ("checkpoint (keep secret)", str(training.checkpoint_of(folder))),
         ("ledger", str(job.ledger)),
-        ("ledger's head (keep it)", report["ledger_head"]),
-        ("report (not for release)", str(folder / REPORT)),
-        ("metrics (not for release)", str(folder / METRICS)),
+        ("ledger's head (save it elsewhere)", report["ledger_head"]),
+        ("report (do not publish)", str(folder / REPORT)),
+        ("metrics (do not publish)", str(folder / METRICS)),
         (
-            "plot (not for release)",
+            "plot (do not publish)",
             str(plot) if plot.exists() else "none; pip install 'dpflash[plot]' to get one",
         ),
     ]

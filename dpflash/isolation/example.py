@@ -28,9 +28,9 @@ from .sandbox import Sandbox
 _LOSS = (
     "the loss of sample {sample} is {now:.6g} in the example, and {before:.6g} if other samples "
     "are replaced, so it depends on them. The usual causes are a mean, a norm or a maximum over "
-    "the batch in the loop or in the loss (normalized advantages, class weights, mixup, hard "
-    "negatives), and data of a batch that the loop keeps for the next batch. Compute the loss "
-    "of each sample from its own row alone; engine.check helps to find the operation"
+    "the batch in the loop or in the loss (losses.mean(), normalized advantages, class weights, "
+    "mixup, hard negatives), and data of a batch that the loop keeps for the next batch. Compute "
+    "the loss of each sample from its own row alone; engine.check helps to find the operation"
 )
 _GRADIENT = (
     "the gradient of layer '{layer}' for a sample changed as other samples of the example were "

@@ -37,6 +37,7 @@ _CHANGED = (
     "engine.check(model, batch, loss_fn) helps to find the operation. The usual causes:\n"
     "  - a mean, a norm or a maximum over the batch, in the loop or in the loss (mixup, "
     "normalized advantages, a term with reduction='mean', outputs [B, 1] against targets [B])\n"
+    "  - losses * loader.is_real: leave that out, since padding counts for nothing\n"
     "  - data that the loop keeps for the next microbatch: a queue of embeddings, a running mean\n"
     "  - weights, or an attribute of the model, that the loop writes in each iteration: write "
     "them after optimizer.step(), if loader.is_last\n"
@@ -55,11 +56,11 @@ _CHANGED_DOCUMENT = (
 _GRADIENT = (
     "the gradient of layer '{layer}' for a sample changed as other samples of the batch were "
     "replaced, so nothing was released: it depends on them (a factor of the losses that the batch "
-    "determines, a contrastive loss, another model that the loop trains in between), or its "
-    "rounding depends on the length of a list of all samples' tokens or pairs (compute [B, T], "
-    "then mask), or two backwards of one batch differ (checkpointing without the random state, "
-    "hooks that keep state; if only rounding differs, torch.use_deterministic_algorithms(True) "
-    f"helps). {UNTESTED}"
+    "determines, such as loader.is_real or 1 / their number, a contrastive loss, another model "
+    "that the loop trains in between), or its rounding depends on the length of a list of all "
+    "samples' tokens or pairs (compute [B, T], then mask), or two backwards of one batch differ "
+    "(checkpointing without the random state, hooks that keep state; if only rounding differs, "
+    f"torch.use_deterministic_algorithms(True) helps). {UNTESTED}"
 )
 _REDUCTION = (
     "loss_reduction={declared!r}, but the scalar is not the {declared} of losses of single "

@@ -31,12 +31,17 @@ _RELATIONS = {
 _NOT_COVERED = (
     "Values computed from the private data before training, such as class weights, scalers, "
     "vocabularies and longest lengths.",
-    "Training losses, speeds and the other files of the run (report, metrics, checkpoint).",
+    "Training losses, speeds and the run's other files, such as its metrics, checkpoint and, of "
+    "`dpflash train`, its report.",
     "Other runs on the same data, as in a search of settings, whose epsilon adds to the one above "
     "(dpflash budget prints the sum), and the choice of this run or checkpoint among several.",
     "Data that the model was evaluated on; it did not train the model.",
     "The earlier training data of a pretrained base model, except in the runs listed above.",
     "People with several {unit}s: the guarantee is for one {unit}, and weaker for these people.",
+)
+SEEDED = (
+    "Whoever knows the seed of a seeded run can subtract its noise: for them, neither its row nor "
+    "the last one holds."
 )
 _OF_OWN_LEDGER = "For the runs of its own ledger alone, the weights"
 
@@ -74,7 +79,13 @@ def privacy_section(
 
 
 def with_epsilon(
-    report: Mapping[str, Any], spending: Spending, delta: float, *, seeded: bool, base: str | None
+    report: Mapping[str, Any],
+    spending: Spending,
+    delta: float,
+    *,
+    run: str,
+    seeded: bool,
+    base: str | None,
 ) -> dict[str, Any]:
     """Return a run's report with the epsilon of this run and of other runs in its ledger added.
 
@@ -82,12 +93,13 @@ def with_epsilon(
         report: the result of `PrivateRun.report`.
         spending: the spending of the run's engine.
         delta: delta at which epsilon is computed.
+        run: name of the run in the ledger.
         seeded: whether the noise was derived from a seed.
         base: name of the pretrained model; None for a new model.
     """
     ledger = None if spending.ledger is None else Ledger(spending.ledger.path)
     accountant = spending.accountant.mechanism()
-    by_run = epsilon_by_run([] if ledger is None else [ledger], delta, accountant)
+    by_run = epsilon_by_run([] if ledger is None else [ledger], delta, accountant, run)
     found = {
         **report,
         "epsilon": spending.epsilon(delta).upper,
@@ -96,6 +108,7 @@ def with_epsilon(
         "accountant": accountant,
         "lost_steps": 0 if ledger is None else ledger.releases - report["steps"],
         "ledger_head": None if ledger is None else ledger.head,
+        "ledger_run": run,
         "by_run": by_run,
         "seeded": seeded,
         "config": {**report["config"], "model": base or None},
@@ -189,8 +202,9 @@ def _rows(report: Mapping[str, Any]) -> dict[str, str]:
     size = "declared" if public["dataset_size_declared"] else size
     lost = ", and {} more in its ledger, which a crash lost or earlier runs made"
     lost = lost.format(report["lost_steps"]) if report["lost_steps"] else ""
+    of_all = " of all runs together" if (report.get("by_run") or {}).get("total") else ""
     return {
-        "epsilon": _shown(report["epsilon"]),
+        f"epsilon{of_all}": _shown(report["epsilon"]),
         "delta": f"{report['delta']:g}",
         "neighboring relation": report["neighboring_relation"],
         "privacy unit": report["privacy_unit"],
@@ -219,6 +233,8 @@ def _by_run_part(by_run: Mapping[str, Any], delta: float) -> list[str]:
             "The last row, as in the first sentence, is for someone with one unit in the data of "
             "each run. Each other row is for someone with one unit in that data alone."
         )
+    if by_run.get("seeded"):
+        text += f" {SEEDED}"
     return [
         "### Epsilon by run",
         "",
@@ -252,14 +268,16 @@ def _audit_part(audit: Mapping[str, Any]) -> list[str]:
         "",
         "The run's settings were audited with canaries in place of its data, through the same "
         f"library ({audit['mode'].replace('_', ' ')}, {audit['scores']} scores): {passed}; "
-        f"{named}. An audit is a test, not a proof, and its bounds are lower bounds.",
+        f"{named}. An audit is a test, not a proof, and its bounds are lower bounds. The audited "
+        "claim is that of this run, or of one of its steps, alone: other runs of the ledger are "
+        "not in it.",
         "",
         "| | |",
         "|---|---|",
         f"| audited claim | {audit['claim']} |",
-        f"| claimed epsilon at delta {audit['delta']:g} | {claimed} |",
-        f"| epsilon is at least (assumption-free) | {audit['epsilon_lower']:.3g} |",
-        f"| epsilon is at least (assumes Gaussian) | {audit['epsilon_lower_gaussian']:.3g} |",
+        f"| epsilon of the audited claim, at delta {audit['delta']:g} | {claimed} |",
+        f"| it is at least (assumption-free) | {audit['epsilon_lower']:.3g} |",
+        f"| it is at least (assumes Gaussian scores) | {audit['epsilon_lower_gaussian']:.3g} |",
         f"| confidence of each bound | {audit['confidence']:.0%} |",
         f"| honest runs accused, at most | {audit['false_alarm_rate']:.2g} |",
         "",

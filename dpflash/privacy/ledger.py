@@ -263,8 +263,12 @@ class Ledger:
 
     def _check_guard(self, content: bytes) -> None:
         guard, where = self._tail.guard, self._file.guard_path
-        command = f"tail -n 1 {quote(str(self.path))} > {quote(str(where))}"
-        repair = f"Only if you know that the ledger is complete, make a new guard: {command}"
+        path, away = quote(str(self.path)), "" if guard is None else "move the guard away and "
+        repair = (
+            f"Without a copy, {away}compare the ledger with the hash of it that you saved last: "
+            f"dpflash ledger verify {path} --head HASH. Only if no line was added and cut after "
+            f"that, make a new guard: tail -n 1 {path} > {quote(str(where))}"
+        )
         if guard is None:
             earlier = where.with_suffix(".head")
             if earlier.exists():
@@ -275,9 +279,7 @@ class Ledger:
             if self.lines or self._tail.unfinished:
                 raise ValueError(
                     f"ledger {self.path}: its guard {where} is missing, so it is unknown whether "
-                    "lines were removed. Copy it too if the ledger was copied. A copy of the "
-                    "ledger without its guard can be verified by dpflash ledger verify --head or "
-                    f"--public-key. {repair}"
+                    f"lines were removed. Copy the guard too if the ledger was copied. {repair}"
                 )
             return
         if not guard and len(self.lines) > 1:

@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from dpflash.accounting import Event, FixedSizeGaussian
 
 from .._json import finite
 from .ledger import Ledger, LedgerLine
+from .privacy_unit import kind_of
 from .spending import Spending
 
 _RUN = re.compile("[0-9a-f]{64}")  # the random name of an engine's run
@@ -45,11 +47,32 @@ def together(ledgers: Sequence[Ledger], accountant: str) -> tuple[Spending, list
     spending, *_ = [Spending(accountant, ledger=ledger) for ledger in ledgers]
     lines = list(ledgers[0].lines)
     for ledger in ledgers[1:]:
+        _require_same_unit(ledgers[0], ledger)
         known = {line.digest for line in lines}
         own = [x for x in ledger.lines if x.digest not in known or not _RUN.fullmatch(x.run)]
         spending.include(own, ledger.names)
         lines += own
     return spending, lines
+
+
+def _require_same_unit(first: Ledger, other: Ledger) -> None:
+    units = first.unit, other.unit
+    if None in units or units[0] == units[1]:
+        return
+    text = (
+        f"ledgers {first.path} and {other.path}: their privacy units are {units[0]!r} and "
+        f"{units[1]!r}, and one epsilon cannot be for both; pass each ledger by itself"
+    )
+    names = [str(unit).partition(": ")[2] for unit in units]
+    if kind_of(str(units[0])) == kind_of(str(units[1])):
+        pairs = zip((first.path, other.path), names[::-1], strict=True)
+        commands = [
+            f"dpflash ledger rename {quote(str(path))} --unit-name {quote(name)}"
+            for path, name in pairs
+            if name
+        ]
+        text += f". If both names mean the same units, correct one: {' or '.join(commands)}"
+    raise ValueError(text)
 
 
 def by_run(lines: Iterable[LedgerLine]) -> list[list[LedgerLine]]:
@@ -76,13 +99,15 @@ def lines_of(ledger: Ledger, run: str) -> list[LedgerLine]:
 
 
 def epsilon_by_run(
-    ledgers: Sequence[Ledger], delta: float, accountant: str
+    ledgers: Sequence[Ledger], delta: float, accountant: str, own_run: str | None = None
 ) -> dict[str, Any] | None:
     """Return epsilon of each run, each ledger and all together, as plain values for a model card.
 
     Returns:
-        A dict of "rows" (name, steps, privacy unit, relation, epsilon) and "total" (epsilon and
-        relation of all together, None if privacy units differ). None if there is only one run.
+        A dict of "rows" (name, steps, privacy unit, relation, epsilon), "total" (epsilon and
+        relation of all together, None if privacy units differ) and "seeded" (whether any run was).
+        The name of a run has its first day, and marks seeded runs and the run `own_run`. None if
+        there is only one run.
     """
     rows: list[tuple[Any, ...]] = []
 
@@ -93,15 +118,24 @@ def epsilon_by_run(
     for ledger in ledgers:
         own, runs = Spending(accountant, ledger=ledger), by_run(ledger.lines)
         for lines in runs if len(runs) > 1 else []:
-            add(f"run {label(runs_of(lines)[0])}", lines, alone(lines, own), own.unit)
+            name = f"run {label(runs_of(lines)[0])}{_marks(lines, own_run)}"
+            add(name, lines, alone(lines, own), own.unit)
         if len(ledgers) > 1:
-            add(f"ledger {ledger.head[:_SHOWN]}", ledger.lines, own, own.unit)
+            marks = _marks(runs[0], own_run) if len(runs) == 1 else ""
+            add(f"ledger {ledger.head[:_SHOWN]}{marks}", ledger.lines, own, own.unit)
     total: dict[str, Any] | None = None
     if rows and len({ledger.unit for ledger in ledgers if ledger.lines}) == 1:
         spending, all_lines = together(ledgers, accountant)
         add("all together", all_lines, spending, spending.unit)
         total = {"epsilon": rows[-1][-1], "neighboring_relation": spending.relation}
-    return {"rows": rows, "total": total} if rows else None
+    seeded = any("yes" in kept_of(ledger.lines, "seeded") for ledger in ledgers)
+    return {"rows": rows, "total": total, "seeded": seeded} if rows else None
+
+
+def _marks(lines: Sequence[LedgerLine], own_run: str | None) -> str:
+    seeded, is_own = "yes" in kept_of(lines, "seeded"), lines[0].run == own_run
+    marks = [*kept_of(lines, "day")[:1], *["seeded"] * seeded, *["this run"] * is_own]
+    return "".join(f", {mark}" for mark in marks)
 
 
 def runs_of(lines: Iterable[LedgerLine]) -> list[dict[str, Any]]:

@@ -145,7 +145,8 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
             "counts too; pass the run's ledger too"
         )
     if ledgers:
-        report["by_run"] = epsilon_by_run(ledgers, report["delta"], report["accountant"])
+        by_run = (report["delta"], report["accountant"], report.get("ledger_run"))
+        report["by_run"] = epsilon_by_run(ledgers, *by_run)
     if ledger is not None:
         _require_same(run, report, ledger)
     report["ledger_is_there"] = bool(ledgers)

@@ -28,11 +28,15 @@ class Classification:
         texts: number of texts.
         accuracy: fraction of texts whose predicted label is correct.
         nats_per_text: mean loss of a text.
+        by_label: for each label the number of its "texts", the "recall" (fraction of these texts
+            that are predicted to have the label; None without texts) and the "precision" (fraction
+            of the texts predicted to have the label that have it; None if there are none).
     """
 
     texts: int
     accuracy: float
     nats_per_text: float
+    by_label: dict[str, dict[str, float | None]]
 
 
 class TextClassifierModel:
@@ -57,16 +61,27 @@ class TextClassifierModel:
         self.labels = [name for _, name in sorted(model.config.id2label.items())]
 
     def evaluate(self, contents: Sequence[bytes]) -> Classification:
-        """Compute accuracy and loss on documents, each a label, a NUL byte and a text."""
+        """Compute the `Classification` of documents, each a label, a NUL byte and a text."""
         model, numbers = self._model, {name: n for n, name in enumerate(self.labels)}
         longest = max_tokens_of(model, self._tokenizer)
         known = model.get_input_embeddings().num_embeddings
         documents = encode_labelled(self._tokenizer, contents, known, numbers, longest)
         fitting = max(max(map(len, documents)) - 1, 1)
-        nats, correct, count = 0.0, 0, len(documents)
+        nats, count = 0.0, len(documents)
+        counts = torch.zeros(len(numbers), len(numbers), dtype=torch.int64)  # [label, predicted]
         with torch.no_grad():
             for inputs, labels in labelled_batches(documents, fitting, None):
                 logits = classified(model, inputs, self._tokenizer.pad_token_id or 0)
                 nats += summed_loss(logits, labels)
-                correct += int((logits.argmax(-1) == labels).sum())
-        return Classification(count, correct / count, nats / count)
+                pairs = (labels, logits.argmax(-1))
+                counts.index_put_(pairs, torch.ones_like(labels), accumulate=True)
+        correct, texts, predicted = counts.diagonal(), counts.sum(1), counts.sum(0)
+        by_label = {
+            name: {
+                "texts": int(texts[n]),
+                "recall": int(correct[n]) / int(texts[n]) if texts[n] else None,
+                "precision": int(correct[n]) / int(predicted[n]) if predicted[n] else None,
+            }
+            for name, n in numbers.items()
+        }
+        return Classification(count, int(correct.sum()) / count, nats / count, by_label)

@@ -61,9 +61,10 @@ _INCOMPLETE = (
 _UNRELEASED = (
     "a drawn batch was not released: optimizer.step() must follow each logical batch before the "
     "next one begins or the epoch ends, even if the batch is empty and whatever its losses are. "
-    "Otherwise the number of steps reveals private data. Call step() of the optimizer that "
-    "make_private returned after each microbatch: it releases at a logical batch's last "
-    f"microbatch, so larger batches need no gradient accumulation of your own. {_ONLY_READ}"
+    "Otherwise the number of steps reveals private data. Pass the optimizer to make_private, and "
+    "call step() of the optimizer that it returns after each microbatch; an optimizer that was "
+    "built on the returned model releases nothing. The step at a logical batch's last microbatch "
+    f"releases, so larger batches need no gradient accumulation of your own. {_ONLY_READ}"
 )
 
 

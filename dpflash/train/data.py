@@ -77,9 +77,9 @@ class ByteDocuments(Sequence[bytes]):
     paths: tuple[str, ...]
     contents: tuple[bytes, ...]  # the bytes of each document, not empty, distinct within a unit
     # numbers of files, records or folders left out: "binary" (with a NUL byte), "unreadable",
-    # "empty", "malformed" (a line of a JSONL file that is not an object with a text, or names no
-    # unit) and "duplicate" (the same bytes as an earlier document, of the same unit if units have
-    # several documents)
+    # "empty", "malformed" (a line of a JSONL file that is not an object), "duplicate" (the same
+    # bytes as an earlier document, of the same unit if units have several documents), and
+    # "without ..." or "with ..." for records whose text, unit or label is missing or unknown
     skipped: Mapping[str, int] = field(default_factory=dict)
     unit: str = "file"  # "file", "record", "folder" or "field:NAME"
     # the unit of each document; None where each document is a unit
@@ -100,8 +100,8 @@ class ByteDocuments(Sequence[bytes]):
         """Read a file, or the files of a folder and its subfolders.
 
         `field` is the key of a record's text. `label_field` is the key of its label: a document is
-        then the label, a NUL byte and the text, and a record with a label that is not in `labels`
-        is malformed. Hidden files and folders, `__pycache__`, `site-packages` and `dist-packages`
+        then the label, a NUL byte and the text. Records with a label that is not in `labels` are
+        left out. Hidden files and folders, `__pycache__`, `site-packages` and `dist-packages`
         are skipped, and links to folders are not followed.
         With unit "file" or "folder" a document is a file (of a .jsonl file, the texts of its
         records). With "record" or "field:NAME" a document is a line of a JSONL file, and only
@@ -273,6 +273,7 @@ class _Reader:
         self.field = field
         self.label_field = label_field
         self.labels = labels
+        self.unknown_label = ""
         self.max_total_bytes = max_total_bytes
         # (unit, content) -> path. The unit is "" if each document is a unit, so that equal
         # documents are kept once.
@@ -313,8 +314,8 @@ class _Reader:
                     if not line.strip():
                         continue
                     record = self._record(line)
-                    if record is None:
-                        self.skipped["malformed"] += 1
+                    if isinstance(record, str):
+                        self.skipped[record] = self.skipped.get(record, 0) + 1
                         continue
                     text, owner = record
                     if _are_records(self.unit):
@@ -327,24 +328,29 @@ class _Reader:
         if not _are_records(self.unit):
             self._add(name, b"\n".join(texts), self._folder_of(name))
 
-    def _record(self, line: bytes) -> tuple[bytes, str] | None:
-        """Return (text, unit) of a line; None if it is not a record with a text and a unit."""
+    def _record(self, line: bytes) -> tuple[bytes, str] | str:
+        """Return (text, unit) of a line, or the reason why the line is left out."""
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            return None
-        if not isinstance(record, dict) or not isinstance(text := record.get(self.field), str):
-            return None
+            return "malformed"
+        if not isinstance(record, dict):
+            return "malformed"
+        if not isinstance(text := record.get(self.field), str):
+            return f"without a string in {self.field!r}"
         owner = record.get(noun_of(self.unit)) if self.unit.startswith(_FIELD) else ""
         is_unit = isinstance(owner, str | int) and not isinstance(owner, bool)
         if not is_unit or (owner == "" and self.unit.startswith(_FIELD)):
-            return None
+            return f"without a string or a number in {noun_of(self.unit)!r}"
         content = text.encode(errors="replace")
         if self.labels is not None and content:
-            label = record.get(self.label_field)
+            if (label := record.get(self.label_field)) is None:
+                return f"without a label in {self.label_field!r}"
             label = label if isinstance(label, str) else json.dumps(label)
             if label not in self.labels:
-                return None
+                self.unknown_label = self.unknown_label or repr(label[:40])
+                found = f"such as {self.unknown_label}"
+                return f"with a label in {self.label_field!r} that is none of the labels, {found}"
             content = label.encode() + b"\0" + content
         return content, str(owner)
 

@@ -20,7 +20,7 @@ from ..distributed import ContextParallel, loss_weights
 from ..nn import LongContextLM
 from ..packing import PackedBatch, Units
 from ..patterns import from_key
-from ..privacy.card import follow_umask
+from ..privacy.card import CARD, follow_umask
 from ..refusal import PrivateRefusal
 from .config import TrainingConfig
 from .data import (
@@ -193,11 +193,15 @@ class PretrainedModel:
         """Write the model or its adapters, and the tokenizer, as transformers reads them."""
         target = folder / PRETRAINED
         target.mkdir(parents=True, exist_ok=True)
+        card = target / CARD
+        had_card = card.exists()
         with quiet(self._transformers):
             # `weights` is not used, since adapters' weights have other names in files.
             save: Any = model.save_pretrained
             options = {} if self._config.lora_rank is None else {"save_embedding_layers": False}
             save(target, **options)
+        if not had_card:  # PEFT writes a template without facts; `dpflash export` writes the card
+            card.unlink(missing_ok=True)
         follow_umask(target)
         self._tokenizer.save_pretrained(target)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, ClassVar
+
+from .._validate import did_you_mean
 
 
 class OnlySettable:
@@ -27,15 +28,12 @@ class OnlySettable:
         super().__setattr__(name, value)
 
     def _refusal(self, name: str, value: Any, settable: list[str]) -> str:
-        text = f"{type(self).__name__}.{name}={value!r}: setting it would do nothing; "
+        text = f"{type(self).__name__}.{name}={value!r}: setting it would do nothing"
         if name in self.instead_of_setting:
-            return text + self.instead_of_setting[name]
-        close = difflib.get_close_matches(name, settable, n=1)
-        if close:
-            return text + f"did you mean {close[0]!r}?"
+            return f"{text}; {self.instead_of_setting[name]}"
         if not settable:
-            return text + "no attribute can be set"
-        return text + f"what can be set: {', '.join(settable)}"
+            return f"{text}; no attribute can be set"
+        return text + (did_you_mean(name, settable) or f"; what can be set: {', '.join(settable)}")
 
 
 class Fixed:

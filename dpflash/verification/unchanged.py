@@ -7,7 +7,6 @@ Contents are compared once in `EVERY` of them, because writes to `.data` do not 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._validate import did_you_mean
 from ..distributed.fsdp import is_sharded
 from ..refusal import PrivateRefusal, PrivateWarning, warn
 from .attributes import OwnAttributes
@@ -387,8 +387,7 @@ def check_allowed(module: nn.Module, allowed: Collection[str]) -> None:
     known = _places_of(module, ())
     for name in allowed:
         if name not in known and name not in module.state_dict():
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(name, known)
             raise ValueError(
                 f"allow_buffers has {name!r}, which is no buffer and no parameter of the "
                 f"module{hint}"

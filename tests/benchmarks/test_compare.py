@@ -403,4 +403,4 @@ def test_a_benchmark_that_does_not_exist_is_refused_and_a_near_one_asked_back(na
         main(["bench", name, "--out", "out"])
     told = capsys.readouterr().err
     assert ended.value.code == 2 and f"NAME={name!r}: expected one of variants, " in told
-    assert (f"did you mean {meant}?" in told) == ("did you mean" in told) == bool(meant)
+    assert (f"did you mean {meant!r}?" in told) == ("did you mean" in told) == bool(meant)

@@ -1,6 +1,7 @@
 """`dpflash train --label-field`: a classifier of texts, from folder to release."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 import dpflash  # noqa: E402
 from dpflash.cli import main  # noqa: E402
+from dpflash.release.text_classifier import TextClassifierModel  # noqa: E402
 from dpflash.train.config import Parallelism, TrainingConfig  # noqa: E402
 from dpflash.train.data import ByteDocuments, LabelledTexts  # noqa: E402
 from dpflash.train.language_models import TextClassifier  # noqa: E402
@@ -74,13 +76,18 @@ def test_a_classifier_is_trained_evaluated_exported_and_loaded(
     words += ["--accountant", "rdp", "--lr", "0.02", "--seed", "1", "--out", str(run)]
     assert main([*words, *(["--lora-rank", "2"] if lora_rank else [])]) == 0
     shown = capsys.readouterr().out
-    assert "left out: 1 malformed" in shown and "texts of 12 tokens" in shown
+    left_out = "left out: 1 with a label in 'label' that is none of the labels, such as 'rare'"
+    assert left_out in shown and re.search(r"\d+ records of other patient_ids held out", shown)
+    assert re.search(r"texts of 12 tokens .*, Adam with learning rate 0.02\n", shown)
     assert "held-out accuracy after private training" in shown and "texts per second" in shown
+    assert not (run / "model" / "README.md").exists()  # PEFT's template
     report = json.loads((run / "report.json").read_text())
     assert report["accuracy_after"] == 1 and report["bits_per_text_after"] < 0.1
     assert "the label and the first tokens of each, clipped as one" in report["privacy_unit"]
     assert main(["evaluate", str(run), "--data", str(notes), "--label-field", "label"]) == 0
-    assert "accuracy       1.0000" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"data           {notes}" in shown and "accuracy       1.0000" in shown
+    assert "true   4      1.0000  1.0000" in shown and "do not publish them" in shown
     assert main(["evaluate", str(run), "--data", str(notes), "--unit", "record"]) == 2
     assert "to evaluate a text classifier pass --label-field" in capsys.readouterr().err
     assert main(["export", str(run), "--out", str(out)]) == 0
@@ -94,6 +101,22 @@ def test_a_classifier_is_trained_evaluated_exported_and_loaded(
     found = model(**texts).logits
     assert [model.config.id2label[int(n)] for n in found.argmax(-1)] == ["ill", "true"]
     assert torch.allclose(dpflash.load(run)(**texts).logits, found, atol=1e-5)
+
+
+def test_recall_and_precision_of_a_label_count_its_texts_and_its_predictions(bert, tmp_path):
+    """All texts are predicted as "no"; no text is predicted as "yes", and none is "rare"."""
+    head = {"num_labels": 3, "id2label": {0: "no", 1: "yes", 2: "rare"}}
+    model = transformers.BertForSequenceClassification.from_pretrained(bert, **head)
+    torch.nn.init.zeros_(model.classifier.weight)
+    model.classifier.bias.data = torch.tensor([1.0, 0.0, 0.0])
+    model.save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path)
+    found = TextClassifierModel(tmp_path).evaluate([b"no\0fever", b"yes\0none", b"no\0today"])
+    assert found.accuracy == 2 / 3 and found.by_label == {
+        "no": {"texts": 2, "recall": 1.0, "precision": 2 / 3},
+        "yes": {"texts": 1, "recall": 0.0, "precision": None},
+        "rare": {"texts": 0, "recall": None, "precision": None},
+    }
 
 
 @pytest.mark.cases(0)
@@ -130,10 +153,11 @@ def test_padding_does_not_reach_a_text(bert, notes):
 def test_equal_texts_with_two_labels_are_two_documents(notes):
     lines = [{"text": "a", "of": x, "label": y} for x, y in (("p", 0), ("p", 1), ("q", 0))]
     path = notes.with_name("equal.jsonl")
-    path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, lines[0]]))
+    lines += [lines[0], {"text": "a", "of": "p"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = ByteDocuments.read(path, unit="field:of", label_field="label", labels=["0", "1"])
     assert found.contents == (b"0\0a", b"1\0a", b"0\0a") and found.owners == ("p", "p", "q")
-    assert found.left_out == "1 duplicate"
+    assert found.left_out == "1 duplicate, 1 without a label in 'label'"
 
 
 @pytest.mark.parametrize(

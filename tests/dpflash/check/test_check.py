@@ -826,6 +826,21 @@ def test_a_batch_norm_in_eval_mode_is_named_unless_it_is_frozen():
     assert check(model, vectors()).problems == []
 
 
+def test_class_weights_of_a_loss_are_compared_in_float64():
+    weights = torch.arange(1.0, 1.0 + CLASSES)
+
+    def weighted(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], weight=weights, reduction="none")
+
+    report = check(around(), vectors(), weighted)
+    assert report.ok and not any("float64" in entry for entry in report.not_checked)
+
+
+def test_a_check_without_a_batch_says_how_it_is_called():
+    with pytest.raises(TypeError, match=r"engine\.check\(model, batch, loss_fn, .*'loss_fn'"):
+        dpflash.PrivacyEngine().check(around(), per_sample)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_model_that_refuses_float64_is_checked_as_it_is(dtype):
     class Narrow(nn.Module):

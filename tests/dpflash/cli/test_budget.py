@@ -262,9 +262,13 @@ def test_ledgers_of_the_same_units_add_up(ledger, tmp_path, capsys):
 def test_ledgers_of_other_units_and_one_ledger_twice_are_refused(ledger, tmp_path, capsys):
     patients = Ledger(tmp_path / "patients.jsonl")
     patients.append(run="third", event=POISSON, accountant="rdp", unit="user: patient")
-    for other, message in ((patients.path, "'user: patient' here"), (ledger, "given twice")):
+    for other, message in (
+        (patients.path, "'sample' and 'user: patient', and one"),
+        (ledger, "given twice"),
+    ):
         assert main(["budget", str(ledger), str(other), *RDP]) == 2
-        assert message in capsys.readouterr().err
+        shown = capsys.readouterr().err
+        assert message in shown and "rename" not in shown
 
 
 def test_what_ledgers_have_in_common_counts_once(tmp_path, capsys):

@@ -514,11 +514,11 @@ def test_a_failed_write_leaves_the_old_picture_and_nothing_half_written(
     "words, hint",
     [
         (["epsilom"], "COMMAND='epsilom': expected one of train, evaluate"),
-        (["epsilom"], "did you mean epsilon?"),
-        (["budget", "ledger", "--delta", "1e-5", "--jsn"], "did you mean --json?"),
+        (["epsilom"], "did you mean 'epsilon'?"),
+        (["budget", "ledger", "--delta", "1e-5", "--jsn"], "did you mean '--json'?"),
         (
             ["epsilon", *"--noise-multiplier 1 --delta 1e-5 --sample-rat 0.1".split()],
-            "did you mean --sample-rate",
+            "did you mean '--sample-rate'",
         ),
     ],
 )

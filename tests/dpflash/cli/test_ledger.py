@@ -24,6 +24,9 @@ ABOUT = {
     "version": "0.1.0",
     "source": "torch 2, dpflash abc",
     "data": "notes of 2026",
+    "dataset_size": 3600,
+    "max_epsilon": 4.0,
+    "at_delta": 1e-6,
     "max_grad_norm": 0.5,
 }
 UNIT = "user: patient_id"
@@ -37,7 +40,10 @@ def guard_of(path):
 def path(tmp_path):
     """A ledger of two runs of three lines each, of units whose name is not the best."""
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    for run, about in (("a" * 64, ABOUT), ("b" * 64, {**ABOUT, "name": "<i>&two"})):
+    for run, about in (
+        ("a" * 64, ABOUT),
+        ("b" * 64, {**ABOUT, "name": "<i>&two", "seeded": "yes"}),
+    ):
         for _ in range(3):
             ledger.append(run=run, event=EVENT, accountant="rdp", count=10, unit=UNIT, about=about)
     return ledger.path
@@ -135,7 +141,7 @@ def test_a_sound_ledger_has_the_head_that_sha256sum_prints_and_may_grow(path, ca
     assert verify(path, "--head", head) == 0
     shown = capsys.readouterr().out
     assert "sound: 7 lines, 61 steps, 3 runs" in shown and "the first 6 lines" in shown
-    assert "not described  lines 7: they have no day" in shown
+    assert "not recorded  the day, code, data or bound of the run in lines 7" in shown
 
 
 def test_a_copy_without_its_guard_is_proven_by_a_kept_head_alone(path, capsys):
@@ -236,7 +242,8 @@ def test_a_corrected_name_adds_up_and_both_names_can_be_read(path, tmp_path, cap
     other.append(run="c", event=EVENT, accountant="rdp", count=40, unit="user: patient")
     budget = ["budget", str(path), str(other.path), "--delta", "1e-5", "--accountant", "rdp"]
     assert main(budget) == 2
-    assert "dpflash ledger rename FILE --unit-name NAME" in capsys.readouterr().err
+    rename_this = f"dpflash ledger rename {path} --unit-name patient or dpflash ledger rename "
+    assert f"{rename_this}{other.path} --unit-name patient_id\n" in capsys.readouterr().err
     digest = Ledger(path).digest()
     assert rename(path) == 0
     assert f"{UNIT} -> user: patient" in capsys.readouterr().out
@@ -342,18 +349,21 @@ def test_the_page_has_what_an_auditor_asks_for_and_nothing_from_elsewhere(
     assert total < more <= float(re.search(pattern.replace(" ?", "<br>\n?<b>"), both)[1])
     for expected in (
         "notes (aaaaaaaaaaaa)",
-        "<i>&two (bbbbbbbbbbbb)",
+        "<i>&two (bbbbbbbbbbbb), seeded31",
+        "Whoever knows the seed of a seeded run",
         "all entries of one patient",
         "notes of 2026",
         "2026-11-28",
         "torch 2, dpflash abc",
         "clipping bound0.5",
+        "number of privacy units3600",
+        "limit of epsilon, at delta4, 1e-06",
         "noise multiplier1.25",
-        "the unit user: patient was called user: patient_id before",
+        "the privacy unit user: patient_id was renamed user: patient",
         "run bbbbbbbbbbbb ended by a private refusal",
-        "Lines 9 to 10: other code or an earlier version wrote them",
-        "these were all lines then",
-        "(the key that was asked for)",
+        "Lines 9 to 10: written by other code or by an earlier version",
+        "the ledger had these lines and no others",
+        "(the public key that was passed)",
         Ledger(path).head,
     ):
         assert expected in text, expected

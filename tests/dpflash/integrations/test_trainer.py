@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import dpflash
 from dpflash.accounting import PoissonGaussian
-from dpflash.privacy.ledger import Ledger
+from dpflash.privacy.ledger import Ledger, today
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -751,6 +751,8 @@ def test_the_saved_model_is_a_plain_one(tmp_path):
     path = tmp_path / "out/README.md"
     card = path.read_text()
     assert "| run before | 1 | sample | zero_out |" in card and "| all together | 2 |" in card
+    assert re.search(rf"run \w{{12}}, {today()}, seeded, this run \| 1 \|", card)
+    assert "Whoever knows the seed of a seeded run" in card
     weights = tmp_path / "out/model.safetensors"
     assert weights.stat().st_mode == path.stat().st_mode
     assert card.startswith("# Model card\n\n## Differential privacy\n\nThe weights are (")

@@ -321,7 +321,8 @@ def test_a_relation_for_which_a_ledger_has_no_guarantee_is_refused_by_name(priva
 
 
 def test_a_run_is_recorded_with_the_day_the_code_the_data_and_the_bound(made_of, tmp_path):
-    made = made_of(ledger=tmp_path / "l", run_name="first", data_name="ones")
+    budget = {"budget": dpflash.PrivacyBudget(900, DELTA)}
+    made = made_of(ledger=tmp_path / "l", run_name="first", data_name="ones", **budget)
     train(*made, 2)
     made[2].max_grad_norm = 0.5
     train(*made, 2)
@@ -335,11 +336,14 @@ def test_a_run_is_recorded_with_the_day_the_code_the_data_and_the_bound(made_of,
         "data": "ones",
         "seeded": "yes",
         "dataset_size": 16,
+        "max_epsilon": 900,
+        "at_delta": DELTA,
         "max_grad_norm": 1.0,
     }
     again = made_of(ledger=tmp_path / "l")
     train(*again, 1)
-    assert Ledger(tmp_path / "l").lines[-1].about["name"] is None
+    about = Ledger(tmp_path / "l").lines[-1].about
+    assert about["name"] is None and "max_epsilon" not in about
     for name in ("run_name", "data_name"):
         with pytest.raises(ValueError, match=f"{name}=.*expected a word"):
             dpflash.PrivacyConfig(1.0, **{name: "two\nlines"})

@@ -145,14 +145,17 @@ TAMPERING = {
     ),
     "guard_removed": (
         lambda p: guard_of(p).unlink(),
-        "its guard .*guard is missing.*Copy it too.*tail -n 1",
+        "its guard .*guard is missing.*Copy the guard too.*--head HASH.*tail -n 1",
     ),
     "guard_of_an_earlier_version": (to_head, "its guard .*guard is missing.*called it .*mv "),
     "guard_of_an_earlier_version_alone": (
         lambda p: (to_head(p), p.unlink()),
         "its guard .*guard is missing.*called it .*head.*mv ",
     ),
-    "guard_cut": (lambda p: cut(guard_of(p), 9), "its guard .*guard is damaged.*tail -n 1"),
+    "guard_cut": (
+        lambda p: cut(guard_of(p), 9),
+        "its guard .*guard is damaged.*--head HASH.*tail -n 1",
+    ),
     "guard_s_newline_cut": (lambda p: cut(guard_of(p), 1), "differ in step 4"),
     "guard_of_another_ledger": (
         lambda p: guard_of(p).write_text(guard_of(p).read_text().replace('"a"', '"b"')),

@@ -16,7 +16,7 @@ from dpflash.accounting import PoissonGaussian, create_accountant
 from dpflash.cli import main
 from dpflash.nn import LongContextLM
 from dpflash.patterns import SlidingWindow
-from dpflash.privacy.ledger import Ledger
+from dpflash.privacy.ledger import Ledger, today
 from dpflash.privacy.spending import rounded_up
 from dpflash.release.export import export
 from dpflash.release.text_model import TextModel
@@ -166,7 +166,11 @@ def test_a_card_states_epsilon_of_each_run_and_ledger_and_of_all_together(copied
         ("ledger", "40", "sample", "add_remove", spent(base)),
         ("all", "43", "sample", "zero_out", both),
     ]
-    assert f"The weights are ({both}, 0.001)-diff" in card and f"| epsilon | {both} |" in card
+    assert (
+        f"The weights are ({both}, 0.001)-diff" in card
+        and f"| epsilon of all runs together | {both} |" in card
+    )
+    assert re.fullmatch(rf"ledger \w{{12}}, {today()}, this run", rows[0][0])
     assert float(rows[1][-1]) < float(spent(base)) < float(both)
 
     export(run, tmp_path / "apart", ledgers=[users.path])

@@ -271,36 +271,39 @@ def test_each_record_of_a_jsonl_file_is_a_document(write):
     assert list(ByteDocuments.read(root)) == [b"one\ntwo\n\none", b"no record"]
 
 
+NO_TEXT, NO_USER = "without a string in 'text'", "without a string or a number in 'user'"
+
+
 @pytest.mark.parametrize(
-    "line",
+    ("line", "why"),
     [
-        b"plain text",
-        b'{"body": "x", "user": 1}',
-        b'{"text": 3, "user": 1}',
-        b'["text"]',
-        b"[" * 100_000,
-        b'{"text": "\xff\xfe", "user": 1}',
-        b"\0" * 9,
-        b'{"text": "x", "user": 1}' * 100_000,
-        b'{"text": "x"}',
-        b'{"text": "x", "user": ""}',
-        b'{"text": "x", "user": null}',
-        b'{"text": "x", "user": true}',
-        b'{"text": "x", "user": 1.5}',
-        b'{"text": "x", "user": [1]}',
+        (b"plain text", "malformed"),
+        (b'{"body": "x", "user": 1}', NO_TEXT),
+        (b'{"text": 3, "user": 1}', NO_TEXT),
+        (b'["text"]', "malformed"),
+        (b"[" * 100_000, "malformed"),
+        (b'{"text": "\xff\xfe", "user": 1}', "malformed"),
+        (b"\0" * 9, "malformed"),
+        (b'{"text": "x", "user": 1}' * 100_000, "malformed"),
+        (b'{"text": "x"}', NO_USER),
+        (b'{"text": "x", "user": ""}', NO_USER),
+        (b'{"text": "x", "user": null}', NO_USER),
+        (b'{"text": "x", "user": true}', NO_USER),
+        (b'{"text": "x", "user": 1.5}', NO_USER),
+        (b'{"text": "x", "user": [1]}', NO_USER),
     ],
-    ids=lambda line: line[:20],
+    ids=lambda value: value[:20],
 )
-def test_a_line_that_is_no_record_is_left_out_and_counted(write, line):
+def test_a_line_that_is_no_record_is_left_out_and_counted(write, line, why):
     good = b'{"text": "one", "user": "a"}\n'
     for lines in (good + line, line + b"\n" + good):
         documents = ByteDocuments.read(write(a_DOT_jsonl=lines), unit="field:user")
-        assert list(documents) == [b"one"] and documents.left_out == "1 malformed"
+        assert list(documents) == [b"one"] and documents.left_out == f"1 {why}"
     with pytest.raises(
         PrivateRefusal, match=r"no usable field:user .*'text' \(--field\), and"
     ) as raised:
         ByteDocuments.read(write(a_DOT_jsonl=line), unit="field:user")
-    assert "plain" not in str(raised.value) and raised.value.details["left_out"] == "1 malformed"
+    assert "plain" not in str(raised.value) and raised.value.details["left_out"] == f"1 {why}"
 
 
 def test_the_split_of_a_record_depends_on_its_text_alone(write):
