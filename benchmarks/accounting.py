@@ -1,7 +1,7 @@
 """The suite "accounting": dpflash's accountants beside Opacus' and Google's dp_accounting.
 
-An epsilon is correct if it is not below a certified lower bound: the lower end of contour's
-interval, or for contour itself that of pld's.
+An epsilon is correct if it is not below a certified lower bound, which is the lower end of
+contour's interval. The epsilon of contour itself is compared with the lower end of pld's interval.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ PROVIDERS = (*OWN, *PEERS)
 RATE, DELTA = 0.01, 1e-5
 # Noise multiplier and steps of each query.
 QUERIES = {"cold": (1.0, 10_000), "little noise": (0.5, 1000), "much noise": (10.0, 10_000)}
-# The relative error of float64 arithmetic.
+# Allowed relative error, for float64 arithmetic.
 _ROUNDING = 1e-9
 
 
 def epsilon(provider: str, noise: float, steps: int) -> float:
-    """Return a provider's epsilon of equal steps."""
+    """Return epsilon by a provider's accountant after `steps` equal steps."""
     return float(build(provider, noise, steps).get_epsilon(DELTA))
 
 
 def lower_end(accountant: str, noise: float, steps: int) -> float:
-    """Return a certified lower bound of epsilon."""
+    """Return a certified lower bound of epsilon, by one of dpflash's accountants."""
     return float(build(accountant, noise, steps).get_epsilon(DELTA, interval=True).lower or 0.0)
 
 
 def build(provider: str, noise: float, steps: int) -> Any:
-    """Return a provider's accountant after these steps."""
+    """Return a provider's accountant that has composed `steps` equal steps."""
     accountant = _accountant(provider)()
     if not provider.startswith("google"):
         accountant.history = [(noise, RATE, steps)]
@@ -63,17 +63,17 @@ def _accountant(provider: str) -> Callable[[], Any]:
         from dp_accounting.rdp import RdpAccountant
     except ImportError:
         raise Unsupported(f"{package}: pip install {package}") from None
-    # dp_accounting logs each order of RDP at which its series does not converge.
+    # dp_accounting logs each RDP order at which its series does not converge.
     logging.getLogger("absl").setLevel(logging.ERROR)
     return PLDAccountant if provider == "google pld" else RdpAccountant
 
 
 def query(*, device: str, seed: int, provider: str, noise: float, steps: int) -> Subject:
-    """Return the computation of epsilon of equal steps.
+    """Return the subject that computes epsilon of equal steps.
 
     Each call has a new accountant and a slightly different noise multiplier, so no cache helps.
     """
-    judge = "pld" if provider == "contour" else "contour"  # no accountant judges itself
+    judge = "pld" if provider == "contour" else "contour"  # never the same accountant
     value, truth = epsilon(provider, noise, steps), lower_end(judge, noise, steps)
     above = value / truth - 1 if truth else None
     calls = itertools.count(1)

@@ -1,4 +1,4 @@
-"""Subjects that measure attention, and the suite "attention": every pattern and its peers.
+"""Subjects that measure attention, and the suite "attention": all patterns, beside peers.
 
 Letters: B samples, H heads, T tokens, D head dim, E = H D model dim, R checked query rows.
 """
@@ -26,16 +26,16 @@ from .timing import Step
 from .work import Work, attention_flops
 
 DIRECTIONS = ("forward", "forward+backward")
-# Forward: q, k, v and o. Backward: do, q, k, v, o and the gradients of q, k and v.
+# Number of tensors. Forward: q, k, v, o. Backward: do, q, k, v, o and gradients of q, k, v.
 _FORWARD_TENSORS, _BACKWARD_TENSORS = 4, 8
 _SPARSE_BLOCK = 128
-# The segments of LongNet's paper, chosen for a million tokens.
+# The segment lengths of LongNet's paper, which were chosen for a million tokens.
 _LENGTHS = (2048, 4096, 8192, 16384, 32768)
 LONGNET = partial(Dilated, segment_lengths=_LENGTHS, dilation_rates=(1, 2, 4, 6, 12))
 
 
 def operator_subject(case: Case, operator: str, direction: str, seed: int) -> Subject:
-    """Return a call of one of `peers.OPERATORS`, with inputs drawn from the seed."""
+    """Return the subject that calls one of `peers.OPERATORS` on inputs drawn from the seed."""
     backward = goes_backward(direction)
     run, inputs = build_run(operator, case), case.inputs(seed, with_do=backward)
     q, k, v = inputs[:3]
@@ -68,7 +68,7 @@ def operator_subject(case: Case, operator: str, direction: str, seed: int) -> Su
 
 
 def goes_backward(direction: str) -> bool:
-    """Whether `direction`, one of DIRECTIONS, has a backward."""
+    """Whether `direction`, one of DIRECTIONS, includes a backward."""
     _validate.one_of(direction=(direction, DIRECTIONS))
     return direction == "forward+backward"
 
@@ -76,7 +76,7 @@ def goes_backward(direction: str) -> bool:
 def dilated_subject(
     *, segment_lengths: Sequence[int], dilation_rates: Sequence[int], causal: bool, **given: Any
 ) -> Subject:
-    """Return a call of LongNet's attention with these segments and rates."""
+    """Return the subject that calls LongNet's attention with these segments and rates."""
     pattern = Dilated(
         segment_lengths=segment_lengths, dilation_rates=dilation_rates, causal=causal
     )
@@ -84,22 +84,22 @@ def dilated_subject(
 
 
 def pattern_subject(*, pattern: str, operator: str, causal: bool, **given: Any) -> Subject:
-    """Return a call of an operator with a pattern of `build_pattern`."""
+    """Return the subject that calls an operator with a pattern of `build_pattern`."""
     return case_subject(build_pattern(pattern, causal, given["tokens"]), operator, **given)
 
 
 def case_subject(
     pattern: patterns.Pattern, operator: str, *, direction: str, seed: int, **shape: Any
 ) -> Subject:
-    """Return a call of an operator with a pattern; `shape` has the other fields of `Case`."""
+    """Return the subject that calls an operator; `shape` has the other fields of `Case`."""
     return operator_subject(Case(pattern, **shape), operator, direction, seed)
 
 
 def build_pattern(name: str, causal: bool, tokens: int) -> patterns.Pattern:
     """Return a pattern by its name in the suite "attention".
 
-    Below 4,096 tokens, windows, segments, documents and blocks are a quarter as long, since those
-    of a long sequence would leave out no pairs.
+    Below 4,096 tokens, windows, segments, documents and blocks are a quarter as long, since they
+    would otherwise leave out no pairs.
     """
     if name == "documents":
         part = 4 if tokens < 4096 else 1
@@ -112,9 +112,9 @@ def build_pattern(name: str, causal: bool, tokens: int) -> patterns.Pattern:
 def sparse_pattern(
     tokens: int, causal: bool, percent: int, drawn: bool, block: int = _SPARSE_BLOCK
 ) -> BlockSparse:
-    """Return the densest block pattern without at least `percent` of dense attention's pairs.
+    """Return the densest block pattern that leaves out `percent` or more of dense's pairs.
 
-    It has random blocks and the diagonal if `drawn`, else a window and one global block.
+    The pattern has random blocks and the diagonal if `drawn`, else a window and one global block.
     """
 
     def blocks(width: int) -> BlockSparse:
@@ -130,7 +130,7 @@ def sparse_pattern(
     def fits(tokens: int, width: int) -> bool:
         pairs, count = blocks(0 if drawn else width).edges(tokens), -(-tokens // block)
         if drawn:
-            # The number of distinct random blocks differs between heads: count the largest one.
+            # Heads differ in the number of distinct random blocks: count the largest number.
             pairs += block**2 * sum(min(width, i if causal else count) for i in range(count))
         return 100 * pairs <= Dense(causal=causal).edges(tokens) * (100 - percent)
 
@@ -145,14 +145,14 @@ def sparse_pattern(
 
 
 def is_small(request: Request) -> bool:
-    """Whether sizes are small, as in a quick run on a CPU; on a GPU it has only fewer trials."""
+    """Whether sizes are small: in a quick run on a CPU. On a GPU, quick means fewer trials."""
     return request.quick and request.where.type == "cpu"
 
 
 def shape(
     request: Request, direction: str, *size: int, head_dim: int = 64, causal: bool = False
 ) -> dict[str, Any]:
-    """Return a row's config without its pattern; `size` is T, B and H.
+    """Return the config of a row without the pattern; `size` is T, B and H.
 
     The dtype is float16 on a GPU, and float32 on a CPU, which multiplies float16 slowly.
     """
@@ -168,7 +168,7 @@ def shape(
     }
 
 
-# The peers of each pattern; speed-ups are over the first one.
+# The peers of each pattern; speed-ups are over the first peer.
 _PEERS_OF: Mapping[str, Sequence[str]] = {
     "dense": ("sdpa-flash", "sdpa-cudnn", "flex"),
     "sliding_window": ("flex",),

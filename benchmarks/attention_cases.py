@@ -1,7 +1,7 @@
 """Attention problems, their definition in float64, and the check that every result must pass.
 
-The definition does not use the library's tile graphs. Letters: B samples, H heads, T tokens,
-D head dim, R checked query rows, n blocks of a sequence, K blocks that a block of queries sees.
+The definition does not use the library's tile graphs. Letters: B samples, H heads, T tokens, D
+head dim, R checked query rows, n blocks in a sequence, K blocks that a block of queries attends.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from dpflash.patterns import (
 
 from .suite import Unsupported
 
-# The largest relative error that is allowed in any of BANDS bands of rows.
+# The largest allowed relative error in each of BANDS groups of consecutive rows.
 TOLERANCES = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
 BANDS = 8
-# Sequences of up to CHECKED_TOKENS are checked in every row, longer ones in CHECKED_ROWS rows.
+# Up to CHECKED_TOKENS tokens, all query rows are checked; in longer sequences, CHECKED_ROWS rows.
 CHECKED_TOKENS, CHECKED_ROWS = 1024, 64
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
-# (head, query, key) to the number of times that the key counts for the query, elementwise.
+# Function of (head, query, key): how often the key counts in the query's softmax, elementwise.
 Multiplicity = Callable[[Any, Any, Any], Tensor]
-# The term added to a head's scores: (sample, head, rows, q, k) to [R, T].
+# Function of (sample, head, rows, q, k): the term [R, T] added to a head's scores.
 Bias = Callable[[int, int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def bytes_of_a_tensor(self) -> int:
-        """The bytes of q, and of every other tensor of q's shape."""
+        """The size in bytes of q, and of every other tensor with q's shape."""
         size = getattr(torch, self.dtype).itemsize
         return self.batch * self.heads * self.tokens * self.head_dim * int(size)
 
@@ -79,7 +79,7 @@ class Case:
         return [*leaves, *([torch.randn(shape, generator=generator, **given)] * with_do)]
 
     def checked_rows(self, seed: int = 0) -> Tensor:
-        """Return all rows of a short sequence, or one random row of each of R parts, `[R]`."""
+        """Return all rows of a short sequence, else a random row of each of R parts, `[R]`."""
         if self.tokens <= CHECKED_TOKENS:
             return torch.arange(self.tokens)
         borders = [self.tokens * part // CHECKED_ROWS for part in range(CHECKED_ROWS + 1)]
@@ -90,7 +90,7 @@ class Case:
 def document_borders(
     tokens: int, seed: int = 0, *, shortest: int = 128, longest: int = 4096
 ) -> tuple[int, ...]:
-    """Return borders of documents of log-uniform lengths; the last one is cut at `tokens`."""
+    """Return borders of documents of log-uniform lengths; the last document ends at `tokens`."""
     generator, borders = random.Random(seed), [0]
     while borders[-1] < tokens:
         length = round(math.exp(generator.uniform(math.log(shortest), math.log(longest))))
@@ -101,7 +101,7 @@ def document_borders(
 def multiplicity(case: Case) -> tuple[Multiplicity, bool]:
     """Return the case's `Multiplicity`, and whether it differs between heads.
 
-    FlexAttention's masks are built from it too. Adaptive has none, since it depends on q and k.
+    FlexAttention's masks use it too. Adaptive has no multiplicity, since it depends on q and k.
     """
     pattern, per_head = case.pattern, False
     seen: Multiplicity = _all_pairs
@@ -191,7 +191,7 @@ def attend_rows(
 
 
 def score_bias(case: Case, q: Tensor, k: Tensor) -> Bias:
-    """Return the pattern as a term of the scores: the log of a key's multiplicity."""
+    """Return the term that expresses the pattern in scores: the log of a key's multiplicity."""
     if isinstance(case.pattern, Adaptive):
         return _adaptive_bias(case, case.pattern, q, k)
     seen, _ = multiplicity(case)
@@ -204,7 +204,7 @@ def score_bias(case: Case, q: Tensor, k: Tensor) -> Bias:
 
 
 def _adaptive_bias(case: Case, pattern: Adaptive, q: Tensor, k: Tensor) -> Bias:
-    """Return the log of the gates, a function of q and k, for the blocks that dpflash chooses."""
+    """Return the log of the block gates, a function of q and k, for blocks that dpflash chose."""
     size, n = pattern.block_size, -(-case.tokens // pattern.block_size)
     chosen = pattern.choose(q.detach(), k.detach(), case.head_dim**-0.5)[0].long()  # [B, H, n, K]
     keys = torch.arange(case.tokens, device=case.device)
@@ -227,10 +227,10 @@ def _adaptive_bias(case: Case, pattern: Adaptive, q: Tensor, k: Tensor) -> Bias:
 def check(
     case: Case, run: Run, inputs: Sequence[Tensor], *, with_grads: bool, seed: int = 0
 ) -> dict[str, float]:
-    """Return the relative errors of o and, with gradients, of dq, dk and dv to the definition.
+    """Return the relative errors of o and, with gradients, of dq, dk and dv.
 
-    o is compared at rows drawn from the seed. do is 0 in all other rows, so that the gradients of
-    every query and key can be compared. An error is infinite if any entry is not finite.
+    o is compared with the definition at rows drawn from the seed. do is 0 in all other rows, so
+    that all gradients can be compared. An error is infinite if any entry is not finite.
     """
     q, k, v = inputs[:3]
     rows = case.checked_rows(seed).to(case.device)
@@ -262,10 +262,10 @@ def not_finite(x: Tensor) -> float:
 
 
 def band_error(x: Tensor, expected: Tensor) -> float:
-    """Return the largest ``|x - expected| / |expected|`` of BANDS bands of rows.
+    """Return the largest ``|x - expected| / |expected|`` of BANDS groups of consecutive rows.
 
-    Late rows of a long sequence are small: in an error over all rows, early rows would hide them.
-    The divisor is at least a hundredth of the root mean square of the bands' norms.
+    Late rows of a long sequence are small, so early rows would dominate an error over all rows.
+    The divisor is at least a hundredth of the root mean square of the groups' norms.
     """
     floor = 1e-2 * expected.norm() / math.sqrt(BANDS)
     worst = 0.0

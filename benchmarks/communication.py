@@ -1,4 +1,4 @@
-"""Counts the calls of torch.distributed in a step, and the bytes that a rank sends in them.
+"""Counts the calls of torch.distributed in a step, and the bytes that a rank sends in the calls.
 
 P is the number of ranks. A call is a collective of all ranks, or a send to one rank.
 """
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from .isolated import Place
 
 _RECEIVES = ("recv_", "recv_any_source_")
-# The argument with a rank's tensors, and how often a rank sends them if all send equally much.
+# Operation -> (index of its tensor argument, function of P: bytes sent by a rank / tensor bytes).
 _TIMES: Mapping[str, tuple[int, Callable[[int], float]]] = {
     "allgather_": (1, lambda p: p - 1),
     "_allgather_base_": (1, lambda p: p - 1),
@@ -31,10 +31,10 @@ _TIMES: Mapping[str, tuple[int, Callable[[int], float]]] = {
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts, while it is entered, the calls of torch.distributed, DDP and FSDP2.
+    """Context that counts the calls of torch.distributed, also those by DDP and FSDP2.
 
-    `calls` counts collectives and sends, not receives. `bytes` are what a rank sends with ring
-    algorithms, such as 2 (P-1) / P of the bytes of an all-reduced tensor.
+    `calls` is the number of collectives and sends; receives are not counted. `bytes` is the number
+    that a rank sends with ring algorithms, such as 2 (P-1) / P times an all-reduced tensor's.
     """
 
     def __init__(self, place: Place) -> None:

@@ -26,14 +26,14 @@ Row = Mapping[str, Any]
 
 _MAKE_IT = "pass the JSON that `dpflash bench` writes"
 
-# Memory that grows by less is not flagged, in MiB: the allocator alone may cause it.
+# Growth of memory, in MiB, that is not reported, since the allocator alone may cause it.
 MOST_MORE_MIB = 8.0
-# Rows of separate runs with fewer trials are undecided.
+# In separate runs, rows with fewer trials are undecided.
 FEWEST_TRIALS = 8
 _MUST_AGREE = ("suite", "device", "threads", "clock", "quick")
 _REGRESSIONS = ("slower", "more memory", "fails")
 _OTHERS = ("undecided", "faster", "unchanged", "not comparable")
-_BY_TIMES = "by its times"  # until these are tested
+_BY_TIMES = "by its times"  # verdict of a row until its times are tested
 
 
 class Unusable(ValueError):
@@ -42,9 +42,9 @@ class Unusable(ValueError):
 
 @dataclass(frozen=True)
 class Line:
-    """The comparison of one row."""
+    """The result of comparing one row."""
 
-    name: str  # of the row
+    name: str  # name of the row
     # "slower", "more memory", "fails" (the new row is wrong, missing, without figures or measured
     # otherwise), "undecided" (the difference may be chance), "faster", "unchanged" or "not
     # comparable" (the old row is missing or without figures)
@@ -52,9 +52,9 @@ class Line:
     old_ms: float | None = None  # median
     new_ms: float | None = None
     ratio: float | None = None  # new time over old time
-    interval: tuple[float, float] | None = None  # of the ratio
-    p: float | None = None  # of the hypothesis "not slower", adjusted over all rows (Holm)
-    note: str = ""  # the reason, if the verdict needs one
+    interval: tuple[float, float] | None = None  # 95% interval of the ratio
+    p: float | None = None  # p-value of "not slower", adjusted over all rows (Holm)
+    note: str = ""  # the reason for the verdict, if it needs a reason
 
     @property
     def is_regression(self) -> bool:
@@ -66,9 +66,9 @@ class Line:
 class Report:
     """The comparison of two results."""
 
-    lines: tuple[Line, ...]  # one for each measured row of either result
+    lines: tuple[Line, ...]  # a line for each measured row of either result
     paired: bool  # whether the trials of both results took turns
-    threshold: float  # fraction by which a time or a memory may grow
+    threshold: float  # allowed relative increase of a time or of a peak memory
 
     @property
     def exit_code(self) -> int:
@@ -77,7 +77,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """The number of rows that were compared, and of each verdict."""
+        """The number of rows that were compared, and the number with each verdict."""
         verdicts = [line.verdict for line in self.lines]
         texts = [f"{sum(line.ratio is not None for line in self.lines)} compared"]
         texts += [
@@ -89,13 +89,13 @@ class Report:
         return f"{', '.join(texts)} (threshold {self.threshold:.3g}, {way})"
 
     def markdown(self) -> str:
-        """The table and the summary."""
+        """Return the table and the summary as Markdown."""
         ratio = f"ratio [{CONFIDENCE:.0%}]"
         header = ("row", "old ms", "new ms", ratio, "p (adjusted)", "verdict")
         return f"{markdown_table(header, map(_cells, self.lines))}\n\n{self.summary}\n"
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as a dict for JSON."""
+        """Return the report as a dict for JSON."""
         return {**asdict(self), "summary": self.summary, "exit_code": self.exit_code}
 
 
@@ -113,9 +113,9 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float 
 
     If trials took turns, a row is slower if the estimate of its time ratio exceeds 1 + threshold
     and is significantly above 1 (one-sided, at 5% over all rows together, Holm). For separate
-    runs, a row is slower if the intervals of both medians are apart by more than the threshold;
-    with fewer than 8 trials or unlike load averages it is undecided. Raises Unusable if the
-    results were measured in different ways, a run was broken off, or no row is in both.
+    runs, a row is slower if the intervals of the two medians are apart by more than the threshold;
+    with fewer than 8 trials or different load averages the row is undecided. Raises Unusable if
+    the environments differ, a run was interrupted, or the results have no row in common.
     """
     _validate.positive(threshold=threshold)
     environments = (old["environment"], new["environment"])
@@ -187,7 +187,7 @@ def _pairs(old: Iterable[Row], new: Iterable[Row]) -> dict[str, tuple[Row | None
 
 
 def _verdict(old: Row | None, new: Row | None) -> tuple[str, str]:
-    """Return the verdict and its reason if no test of times is needed, else _BY_TIMES."""
+    """Return (verdict, reason) if no test of times is needed, else _BY_TIMES as the verdict."""
     for row, which in ((old, "old"), (new, "new")):
         if row is not None and not _is_measured(row):
             return "fails", f"a figure of the {which} file is no measurement"
@@ -233,7 +233,7 @@ def _judge(line: Line, test: Test, p: Mapping[str, float], threshold: float) -> 
     edge = math.log1p(threshold)
     low, high = test.interval
     way = "slower" if test.estimate > 0 else "faster"
-    # Separate runs have no p: the whole interval must be beyond the threshold.
+    # Separate runs have no p-value, so the whole interval must be beyond the threshold.
     is_sure = p[way] < 1 - CONFIDENCE if p else low > edge or high < -edge
     verdict, note = "unchanged", ""
     if abs(test.estimate) > edge:
@@ -264,10 +264,10 @@ def run_compare(
     threshold: float = 0.05,
     json_path: str | os.PathLike[str] | None = None,
 ) -> int:
-    """Compare two files of `dpflash bench`; print the table, or why they cannot be compared.
+    """Compare two JSON files of `dpflash bench`; print the table, or why comparing is impossible.
 
-    Returns 1 for a regression, 2 if the files cannot be compared, else 0. Also writes the verdicts
-    to `json_path`.
+    Returns 1 for a regression, 2 if the files cannot be compared, else 0. Also writes the report
+    to `json_path`, unless it is None.
     """
     problem = ""
     try:

@@ -1,4 +1,4 @@
-"""A suite's page, made from its JSON and the texts of suite_pages.md."""
+"""Makes the page of a suite from its JSON and the texts in suite_pages.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .timing import exponent
 if TYPE_CHECKING:
     from .suite import Suite
 
-INSIGHTS = "insights"  # the section of sentences about other rows
+INSIGHTS = "insights"  # section of the rows that are sentences about other rows
 QUICK = (
     "A quick look: small sizes and few trials, no figures to quote. At full sizes the order of "
     "what is compared may be the reverse, since fixed costs weigh more in small calls."
@@ -32,10 +32,10 @@ Column = tuple[str, Callable[[Row], Any]]  # header, and cell of a row
 class Table:
     """A table of the rows of one section."""
 
-    section: str  # shows the rows whose column "section" has this value
-    title: str  # above it
+    section: str  # the table shows rows whose column "section" has this value
+    title: str  # heading above the table
     columns: Sequence[Column]
-    note: str = ""  # below it
+    note: str = ""  # text below the table
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ class Chart:
     """A panel of the picture: the rows of one section that have both an x and a y value."""
 
     section: str
-    title: str  # above it
-    x: Column  # label, and value of a row
+    title: str  # heading above the panel
+    x: Column  # (label, function that returns a row's value)
     y: Column
-    series: Callable[[Row], str]  # the name of a row's line
-    logarithmic: bool = True  # if False, y is linear and begins at 0
+    series: Callable[[Row], str]  # returns the name of the line to which a row belongs
+    logarithmic: bool = True  # if False, the y axis is linear and begins at 0
 
 
 def page(
     name: str, tables: Mapping[str, Sequence[Column]], values: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the fields title, about and tables of a suite.
+    """Return the fields title, about and tables of a suite, from suite_pages.md.
 
-    `tables` has the columns of each table by its section, `values` replace words in braces.
+    `tables` maps sections to columns; `values` replace words in braces in the texts.
     """
 
     def filled(key: str) -> tuple[str, str]:
@@ -71,14 +71,14 @@ def page(
 
 
 def glossary(name: str) -> dict[str, str]:
-    """Return the items "- TERM: text" below a heading, as a dict."""
+    """Return the items "- TERM: text" below a heading, as {TERM: text}."""
     items = (item.removeprefix("- ") for item in re.split(r" (?=- )", texts()[name][1]))
     return {term: text for term, _, text in (item.partition(": ") for item in items)}
 
 
 @functools.cache
 def texts() -> dict[str, tuple[str, str]]:
-    """Return the title and the text of each heading, by SUITE or SUITE/SECTION."""
+    """Return (title, text) of each heading of suite_pages.md, by SUITE or SUITE/SECTION."""
     source = Path(__file__).with_name("suite_pages.md").read_text(encoding="utf-8")
     found, suite = {}, ""
     for part in re.split(r"^(?=##? )", source, flags=re.MULTILINE)[1:]:
@@ -96,16 +96,16 @@ LEGEND = glossary("legend")
 
 
 def column(key: str, header: str | None = None) -> Column:
-    """Return a column that shows a value of the rows, or of their config."""
+    """Return a column that shows the value `key` of a row, or of the row's config."""
     return header or key, functools.partial(_value, key)
 
 
 def columns(
     *parts: str | Sequence[Column], computed: Mapping[str, Callable[[Row], Any]] | None = None
 ) -> tuple[Column, ...]:
-    """Return columns; a string "key | key: header | ..." names values of the rows or their config.
+    """Return columns; a string "key | key: header | ..." names values of rows or their configs.
 
-    If a key is in `computed`, the cell is that function of the row instead.
+    If a key is in `computed`, the cell is `computed[key](row)`.
     """
     known = computed or {}
     found: list[Column] = []
@@ -136,7 +136,7 @@ def chart(
 ) -> Chart:
     """Return a chart of the rows whose config has the values `only`.
 
-    x and y are columns as "key: header"; `series` has the keys whose values name a line.
+    x and y are columns, or strings "key: header"; `series` lists keys whose values name a line.
     """
     label, value = _named(y) if isinstance(y, str) else y
 
@@ -152,7 +152,7 @@ def chart(
 
 
 def why_not(row: Row) -> str | None:
-    """Return why a row has no figures, or None if it may have figures."""
+    """Return the reason why a row has no figures, or None if it may have figures."""
     if row.get("failure"):
         return f"FAILED: {row['failure']}"
     if row["correct"] is False:
@@ -165,7 +165,7 @@ def why_not(row: Row) -> str | None:
 
 
 def milliseconds(row: Row) -> str | None:
-    """Return the median with its interval or range, or why the row has none."""
+    """Return the median time with its interval or range, or the reason why it is missing."""
     if reason := why_not(row):
         return reason
     if row["median_ms"] is None:
@@ -179,7 +179,7 @@ def milliseconds(row: Row) -> str | None:
 
 
 def with_interval(key: str, header: str, form: str) -> Column:
-    """Return a column of figures, each with its 95% interval."""
+    """Return a column that shows the figure `key` and its 95% interval."""
 
     def cell(row: Row) -> str | None:
         if row.get(key) is None:
@@ -198,7 +198,7 @@ ratio = SPEEDUP[1]
 
 
 def overhead(row: Row) -> float | None:
-    """Return a step's time over that of its comparison's baseline, the nonprivate step."""
+    """Return a step's time over the time of the nonprivate step, the comparison's baseline."""
     return None if row.get("speedup") is None else 1 / row["speedup"]
 
 
@@ -252,7 +252,7 @@ def bullets(lines: Sequence[str]) -> str:
 
 
 def key_insights(rows: Sequence[Row]) -> list[str]:
-    """Return the suite's own insights, and a sentence on how many rows have figures."""
+    """Return the suite's own insights, and a sentence that counts rows with figures."""
     own = [str(row["text"]) for row in rows if row.get("section") == INSIGHTS]
     timed = sum(row["median_ms"] is not None for row in rows)
     few, lacking = (sum(bool(row.get(key)) for row in rows) for key in ("range_ms", "needs"))
@@ -265,16 +265,16 @@ def key_insights(rows: Sequence[Row]) -> list[str]:
 
 
 def insight(name: str, text: str, **numbers: float) -> dict[str, Any]:
-    """Return a row of section "insights": a sentence about other rows, and its numbers."""
+    """Return a row of section "insights": a sentence about other rows, and numbers."""
     return output.row(f"insights/{name}", {}, section=INSIGHTS, text=text, **numbers)
 
 
 def fitted_row(
     name: str, rows: Sequence[Row], size: str, value: str = "median_ms", **columns: Any
 ) -> dict[str, Any]:
-    """Return a row with the exponent p of ``value = c size^p``, and its 95% interval.
+    """Return a row with the fitted exponent p of ``value = c size^p``, and its 95% interval.
 
-    `size` is a key of the rows' config, `value` a column; rows without a value do not count.
+    `size` is a key of the rows' config, `value` a column; rows without a value are left out.
     """
     measured = [(row["config"][size], row[value]) for row in rows if row.get(value) is not None]
     sizes = [one for one, _ in measured]
@@ -298,7 +298,7 @@ EXPONENTS = columns(
 
 
 def legend(headers: Iterable[str]) -> list[str]:
-    """Return a line for each of these column headers that LEGEND explains, in their order."""
-    # Some headers are "speed-up" and the name of the baseline.
+    """Return a line for each column header that LEGEND explains, in the given order."""
+    # Some headers are "speed-up" followed by the name of the baseline.
     terms = ("speed-up" if header.startswith("speed-up ") else header for header in headers)
     return [f"*{term}*: {LEGEND[term]}." for term in dict.fromkeys(terms) if term in LEGEND]

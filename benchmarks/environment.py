@@ -17,7 +17,7 @@ from dpflash.kernels import native
 
 
 def environment(device: str, threads: int) -> dict[str, Any]:
-    """Return what a result states about its environment; `threads` are those of each process."""
+    """Return the environment that a result states; `threads` is the number of each process."""
     return {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU {cpu_model()}",
@@ -35,14 +35,14 @@ def environment(device: str, threads: int) -> dict[str, Any]:
 
 
 def commit(folder: Path | None = None) -> str | None:
-    """Return a checkout's commit, "-dirty" if files differ, or None; by default this package's."""
+    """Return a checkout's commit, or None; "-dirty" if files differ. Default: this package."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
     folder = (folder or Path(__file__).parent).resolve()
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    # If the package is installed inside another project's checkout, that commit is not its own.
+    # An installed package may lie in another project's checkout, whose commit is meaningless.
     if done.returncode != 0 or "site-packages" in folder.parts:
         return None
     return done.stdout.strip() or None

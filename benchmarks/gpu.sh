@@ -1,66 +1,72 @@
 #!/usr/bin/env bash
-# What a machine with a GPU is for, in three stages, each in under ten minutes from a bare checkout:
+# Tests, times and tunes dpflash on a machine with a GPU, in three stages. Each stage takes less than
+# ten minutes from a bare checkout. In half an hour, run all three in this order:
 #
 #     benchmarks/gpu.sh right    # are the kernels and the private step right on this chip?
-#     benchmarks/gpu.sh time     # where does the time go, in each kernel and beside other libraries?
-#     benchmarks/gpu.sh tune     # private over non-private steps of long contexts and of LoRA; then
-#                                # the kernels' configurations
+#     benchmarks/gpu.sh time     # how long does each kernel take, also beside other libraries?
+#     benchmarks/gpu.sh tune     # time of private over non-private steps, for long contexts and for
+#                                # LoRA; then choose the configurations of the attention kernels
 #
-# right: versions, noise, gradients, attention, shards (tests of those kernels), steps (private steps
-#        beside the CPU's), train, memcheck, racecheck. time: steps, ceilings, reductions, products,
-#        rotary, attention, vendors, flex, ncu. tune: long, lora, tune. "dpflash-captured" is a step replayed
-#        by CUDA graphs, "plain" the same model without privacy.
-# Nothing is installed outside a temporary folder and nothing is fetched. A part that fails or runs
-# out of time does not stop the others; one that needs what is not installed is skipped, by name.
+# Parts of right: versions; tests of the kernels (noise, gradients, attention, shards); steps, which
+#   compares private steps with the CPU's; train, memcheck, racecheck.
+# Parts of time: steps, ceilings, reductions, products, rotary, attention, vendors, flex, ncu.
+# Parts of tune: long, lora, tune.
+# Nothing is installed outside a temporary folder and nothing is downloaded. If a part fails or runs
+# out of time, the other parts still run. A part is skipped if it needs a tool that is not installed.
 # The exit status is 0 only if no part failed.
 #
-# Environment:
-#   OUT      where results go (runs/gpu): STAGE.tar.xz, the table that is printed, STAGE.txt, and
-#            compiled kernels, triton.tar.xz
-#   PYTHON   the interpreter (.venv/bin/python where there is one, else python3)
-#   WHEELS   a folder of wheels to take missing packages from (.whl)
-#   CACHE    a triton.tar.xz of an earlier run, whose compiled kernels are taken
-#   LIMIT_S  seconds for the stage (540)
-#   DEVICE   cuda; cpu for a dry run of the script itself, tiny and without figures
+# Environment (defaults in brackets):
+#   OUT      folder of the results (runs/gpu): STAGE.tar.xz, the printed table STAGE.txt, and the
+#            compiled kernels triton.tar.xz
+#   PYTHON   the interpreter (.venv/bin/python if it exists, else python3)
+#   WHEELS   a folder of wheels from which missing packages are installed (.whl)
+#   CACHE    a triton.tar.xz of an earlier run, whose compiled kernels are reused
+#   LIMIT_S  time limit of the stage in seconds (540)
+#   DEVICE   cuda; cpu makes a dry run of this script, with tiny sizes and figures that mean nothing
 #
-# In half an hour: right, time, tune, in this order. Each prints a row a part: name, exit status (0,
-# another number, "skipped" or "no time"), seconds, the last line. Keep STAGE.tar.xz; gpu-time.json in
-# it has median_ms of each row, of private steps beside "plain".
+# A stage prints a line for each part: its name, exit status (0, another number, "skipped" or "no
+# time"), seconds, and the last line of its output. Keep STAGE.tar.xz: its gpu-time.json has the median
+# time of each call. "plain" is the model without privacy, "dpflash-captured" a private step replayed
+# by CUDA graphs.
 #
-# What waits for a chip, by worth. Predictions are for an H100, from counts of launches and of
-# instructions; none is measured:
-#   1. `steps`: sums, noise, norms and factors are one launch a gate each, where each parameter had
-#      seven to ten; with the mask that is copied without a wait and rotary tables made once, flat
-#      clipping takes 1.10 to 1.15 of plain at 184M parameters (1.31 before) and 40 to 48 ms at 29M
-#      (61.6 before); no mode waits more than once a step (book_keeping: 37 times before).
-#   2. `noise`, `gradients`: the bits of the reference from addresses in device memory; 16-byte
-#      loads where all sums of a launch allow them; no spill (32 to 128 registers on sm_90).
-#   3. `steps`: per_layer launches some 23 kernels a layer more than plain, book_keeping 15; the
-#      latter's norms are those of what it sums, made twice by one kernel, no longer by estimates.
-#   4. `long`, `lora`: plain is torch's attention, cuDNN's where there is one, and fused AdamW. What
-#      a private step is above 1.1 of it is attention: cuDNN's is 1.9 times as fast as ours. LoRA on
-#      6.6B parameters 1.05 to 1.15 at T = 1k and 4k, 1.4 to 1.5 at 32k; memory 1.0 to 1.1.
-#   5. `reductions`, in graphs and so without the host: of 184M parameters noise 2.7 to 4.5 ms, 8
-#      samples' clip_reduce 3.0 and squared_norm 2.0 (copy's bandwidth), clip_reduce with noise 4 to
-#      5.5. Eager is the same there; at 29M it is the host's.
-#   6. `products`: per_sample_grad at 380 to 420 TFLOP/s, bmm(out_dtype=float32) at 600: if bmm's
-#      bits of a sample do not depend on B, it takes over. Ours do not.
-#   7. `rotary`: q and k are read and written once, by one launch, where torch's operations took 18
-#      (in place 10); 16-byte loads and stores, 48 registers on sm_90.
-#   8. `noise`, `steps`: roundings that fp64 leaves open are settled on the device, once a step: one
+# Open questions for a GPU, the most valuable first. The predictions are for an H100, from counts of
+# launches and instructions; none is measured:
+#   1. `steps`: sums, noise, norms and clipping factors take one launch per clipping gate each; they
+#      took seven to ten per parameter. The mask is now copied without waiting, and rotary tables are
+#      made once. Flat clipping should take 1.10 to 1.15 of plain at 184M parameters (1.31 before),
+#      and 40 to 48 ms at 29M (61.6 before). No grad_sample_mode waits more than once per step
+#      (book_keeping waited 37 times before).
+#   2. `noise`, `gradients`: do kernels that read addresses from device memory give the bits of the
+#      reference? They use 16-byte loads if all sums of a launch allow it, and do not spill (32 to 128
+#      registers on sm_90).
+#   3. `steps`: per_layer launches some 23 kernels per layer more than plain, book_keeping 15 more. The
+#      norms of book_keeping are computed from the values that it sums, twice by one kernel, and are
+#      no longer estimates.
+#   4. `long`, `lora`: plain uses torch's attention (cuDNN's if available) and fused AdamW. Time above
+#      1.1 of plain is attention: cuDNN's is 1.9 times as fast as dpflash's. LoRA on 6.6B parameters
+#      should take 1.05 to 1.15 of plain at T = 1k and 4k, 1.4 to 1.5 at 32k; memory 1.0 to 1.1.
+#   5. `reductions`, in graphs, without the host: at 184M parameters, noise should take 2.7 to 4.5 ms;
+#      for 8 samples clip_reduce 3.0, squared_norm 2.0 (the bandwidth of a copy), and clip_reduce with
+#      noise 4 to 5.5. Eager calls take the same time there; at 29M the host limits them.
+#   6. `products`: per_sample_grad should reach 380 to 420 TFLOP/s, bmm(out_dtype=float32) 600. If the
+#      bits of a sample in bmm do not depend on B, as in per_sample_grad, use bmm.
+#   7. `rotary`: one launch reads and writes q and k once; torch's operations take 18 launches (10 in
+#      place). The kernel has 16-byte loads and stores, and 48 registers on sm_90.
+#   8. `noise`, `steps`: roundings that fp64 leaves open are settled on the device, once per step: one
 #      launch of 4 to 10 us for the 2,400 of 184M parameters (2,000 instructions on sm_90, 61
-#      registers, no spill), in place of a copy of each list to the host, and four back.
-#   9. `steps`: "dpflash-captured" replays forward and clipped backward; at 29M parameters 8 to 12 ms,
-#      1.4 to 2 times the plain step in one graph, where 1.4 was aimed at: losses, charge, noise and
-#      the optimizer are launched by the host. `right` compares its weights with the CPU's.
-#  10. `vendors`: dense and causal calls in 16 bit take cuDNN's forward, 1.6 to 2.1 times as fast as
-#      ours, and our backward: 1.1 to 1.2 times in all; with FlashAttention 4, deterministic, 1.4, with
-#      "fast" 1.9. Whether the bits of a sample in cuDNN's forward depend on the others is open.
-#  11. `attention`: our kernels have shorter chunks (sm_90, D = 128, with a mask: forward 555
-#      instructions for 718, dq 498 for 657, dkdv 371 for 480) and two dependent loads of tables in
-#      place of five; dkdv copies 8 bytes a row, not twice 4. Patterns with many short runs (LongNet,
-#      documents, block-sparse) should gain most, dense least. dkdv at 128x64 is to be timed: 436
-#      instructions for 64 columns, 2 x 264 now, but it spills under Triton 3.6 (144 bytes).
+#      registers, no spill). Before, each list was copied to the host, and four lists back.
+#   9. `steps`: "dpflash-captured" replays forward and clipped backward. At 29M parameters it should
+#      take 8 to 12 ms, 1.4 to 2 times the plain step in one graph; the aim was 1.4. The host launches
+#      losses, accounting, noise and optimizer. `right` compares its weights with the CPU's.
+#  10. `vendors`: dense and causal calls in 16 bit use cuDNN's forward, 1.6 to 2.1 times as fast as
+#      dpflash's, and dpflash's backward: 1.1 to 1.2 times as fast together. With FlashAttention 4 it
+#      is 1.4 times (deterministic) or 1.9 times ("fast"). Do the bits of a sample in cuDNN's forward
+#      depend on the other samples?
+#  11. `attention`: dpflash's kernels have shorter chunks (sm_90, D = 128, with a mask: forward 555
+#      instructions instead of 718, dq 498 instead of 657, dkdv 371 instead of 480) and two dependent
+#      loads of tables instead of five; dkdv copies 8 bytes per row, not twice 4. Patterns with many
+#      short runs of keys (LongNet, documents, block-sparse) should gain most, dense least. Time dkdv
+#      at 128x64: 436 instructions for 64 columns, now 2 x 264, but Triton 3.6 spills 144 bytes.
 #  12. Not built yet: norms in the epilogue of products, TMA attention.
 set -u -o pipefail
 cd "$(dirname "$0")/.." || exit 2
@@ -109,7 +115,7 @@ row() { # NAME STATUS SECONDS LAST_LINE
   table+=$(printf '%-14s %-8s %4d s  %s' "$1" "$2" "$3" "$4")$'\n'
 }
 
-# part NAME SECONDS COMMAND...: runs a command for at most so long, and what is left of the stage.
+# part NAME SECONDS COMMAND...: runs a command within this limit and the rest of the stage's time.
 part() {
   local name=$1 limit=$2 left=$((LIMIT_S - SECONDS)) rc="no time" start=$SECONDS
   local log=$results/logs/$1.txt
@@ -120,10 +126,10 @@ part() {
     echo "== $name: at most $limit s"
     timeout --kill-after=10 "$limit" "$@" >"$log" 2>&1
     rc=$?
-    # Progress bars overwrite themselves; only what they end with is kept.
+    # Keep only the last state of progress bars, which overwrite themselves.
     sed -i 's/.*\r//' "$log"
     tail -n 40 "$log" | cut -c1-200
-    # After each part, should the machine be taken away.
+    # Save after each part, in case the machine is taken away.
     for what in "$stage" triton; do
       tar -C "$work" -cf - "$what" | xz -T0 -3 >"$work/part.xz"
       mv "$work/part.xz" "$OUT/$what.tar.xz"
@@ -133,7 +139,7 @@ part() {
   row "$name" "$rc" $((SECONDS - start)) "$(grep . "$log" | tail -n 1 | cut -c1-110)"
 }
 
-# needing WHAT NAME SECONDS COMMAND...: a part, skipped where a package or a tool is missing.
+# needing WHAT NAME SECONDS COMMAND...: a part that is skipped if the package or tool WHAT is missing.
 needing() {
   local what=$1
   shift
@@ -151,7 +157,7 @@ tests() { # NAME SECONDS FILES...
     --maxfail=60 "$@"
 }
 
-measure() { # SECONDS NAME...: parts of gpu_time.py; private steps make noise.
+measure() { # SECONDS NAME...: parts of gpu_time.py; noise of private steps needs cryptography.
   local limit=$1 name
   shift
   for name in "$@"; do

@@ -1,4 +1,4 @@
-"""The suites "sequence", "batch" and "heads": how private steps and dilated attention grow.
+"""The suites "sequence", "batch" and "heads": how the cost of private steps and attention grows.
 
 Letters: B samples, H heads, T tokens.
 """
@@ -31,11 +31,11 @@ TOKENS = (128, 223, 389, 677, 1179, 2048)
 FIXED, LONG, PROPORTIONAL = "dilated_fixed", "dilated_long", "dilated_proportional"
 
 _MIB = 2**20
-# The longest T of a backward on a CPU if segments grow with T.
+# The longest T with a backward on a CPU, if segments grow with T.
 _LONGEST_BACKWARD = 4096
 # (B, T) of a published table.
 _QUICK_TABLE = ((2, 1024), (2, 2048), (2, 4096), (1, 8192), (1, 16384))
-# The optimal batch is the smallest one with at least this fraction of the highest tokens/s.
+# The optimal batch is the smallest batch with at least this fraction of the highest tokens/s.
 _CLOSE = 0.95
 
 
@@ -139,7 +139,7 @@ def _directions(rows: Iterable[Row], section: str) -> dict[str, list[Row]]:
 
 def _derive_sequences(rows: Sequence[Row]) -> Iterator[Row]:
     for section in (FIXED, LONG, PROPORTIONAL):
-        # A sequence shorter than a segment has fewer keys for each token.
+        # In a sequence shorter than a segment, each token has fewer keys.
         whole = [
             row
             for row in of_section(rows, section)

@@ -24,22 +24,22 @@ from tqdm import tqdm
 from dpflash.distributed.collectives import RankError
 
 _NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
-# A process that reaches the function sends what it raises.
+# Reason for exit code 1: a process that reaches the function would send the raised error.
 _NO_GUARD = (
     " and without a result. Most likely it imported the script that started it, which began to "
     'measure again; put what the script runs under `if __name__ == "__main__":`'
 )
 
 _SECONDS_TO_START = 120.0
-_SECONDS_BEHIND = 60.0  # exchanges time out later than the function, whose error names ranks
-# A rank that lost another rank waits so long, so that the other rank's failure is reported.
+_SECONDS_BEHIND = 60.0  # collectives time out later than the function, whose error names ranks
+# A rank that lost another rank waits this long, so that the other rank's failure is reported.
 _SECONDS_FOR_OTHERS = 3.0
 # Messages of gloo's plain RuntimeError about a rank that is gone.
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Connection refused")
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 # Processes are forked from a server, which imports torch and the benchmarks once (torch._dynamo
-# for optimizers). The list is set once: a program may let the server import further modules.
+# for optimizers). The list is set only here, so a program may replace it with more modules.
 _FORKED: Any = multiprocessing.get_context("forkserver")
 _FORKED.set_forkserver_preload(["dpflash.bench.scaling_tasks", "torch._dynamo"])
 
@@ -67,9 +67,9 @@ def run_isolated(
 ) -> Any:
     """Run ``function(**arguments)`` in a fresh process and return its result.
 
-    Arguments and result are pickled; torch has as many threads as here. Raises OutOfMemory beyond
-    `memory_limit` (bytes of private memory, Linux) and OutOfTime beyond `timeout` seconds. Also
-    raises the function's exception, or Failed if it cannot be pickled or the process died.
+    Arguments and result are pickled; torch has as many threads as in this process. Raises
+    OutOfMemory beyond `memory_limit` (bytes of private memory, Linux), OutOfTime beyond `timeout`
+    seconds, the function's exception, or Failed if that cannot be pickled or the process died.
     """
     threads = torch.get_num_threads()
     for _, result in _results([(function, arguments)], threads, timeout, memory_limit):
@@ -86,11 +86,11 @@ def run_ranks(
     timeout: float,
     **arguments: Any,
 ) -> list[Any]:
-    """Run ``function(place, **arguments)`` on ranks, each a fresh process, and return the results.
+    """Run ``function(place, **arguments)`` on ranks, each a fresh process; return all results.
 
     On "cpu" each rank has one thread and gloo, on "cuda" one GPU and nccl. `timeout` is in
-    seconds, after two minutes to start. If a rank fails, all processes are ended and OutOfMemory
-    or Failed is raised.
+    seconds, after two minutes for the start. If a rank fails, all processes are ended and
+    OutOfMemory or Failed is raised.
     """
     found: dict[int, Any] = {}
     limit = _SECONDS_TO_START + timeout
@@ -112,9 +112,9 @@ def run_ranks(
                 found[rank] = result
         except OutOfTime:
             raise Failed(
-                f"the ranks did not end within timeout={timeout:g} seconds, and "
-                f"{_SECONDS_TO_START:g} to start; all were ended. Pass a longer timeout, or "
-                "smaller sizes"
+                f"the ranks did not end within timeout={timeout:g} seconds and "
+                f"{_SECONDS_TO_START:g} seconds to start; all were ended. Pass a longer timeout, "
+                "or smaller sizes"
             ) from None
     return [found[rank] for rank in range(world_size)]
 
@@ -122,11 +122,11 @@ def run_ranks(
 def _results(
     calls: Sequence[Call], threads: int, timeout: float | None, memory_limit: int | None
 ) -> Iterator[tuple[int, Any]]:
-    """Yield each call's number and what it returned or raised, in the order in which calls end.
+    """Yield (number of a call, its result or exception), in the order in which calls end.
 
     If the caller stops iterating, the processes that still run are killed.
     """
-    running: dict[Any, tuple[int, Any]] = {}  # by the pipe of its result
+    running: dict[Any, tuple[int, Any]] = {}  # pipe -> (number of the call, process)
     try:
         for number, call in enumerate(calls):
             ours, theirs = _FORKED.Pipe(duplex=False)
@@ -178,12 +178,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def brief(error: Exception) -> str:
-    """An exception as one line: its type and its message."""
+    """Return an exception as one line: its type and its message."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
 def _work(pipe: Connection, call: Call, memory_limit: int | None, threads: int) -> None:
-    """Call the function in the fresh process and send what it returns or raises."""
+    """Call the function in the fresh process, and send its result or exception."""
     # Ctrl-C reaches all processes of a terminal; the parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # tqdm's default lock is a semaphore of the system, which a killed process would leave behind.
@@ -211,10 +211,10 @@ class Place:
 
     rank: int
     world_size: int
-    device: torch.device  # "cpu", or a GPU of this rank's own
+    device: torch.device  # "cpu", or this rank's own GPU
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
+        """Wait for all ranks."""
         dist.barrier(device_ids=None if self.device.type == "cpu" else [self.rank])
 
     def all_true(self, value: bool) -> bool:

@@ -30,13 +30,13 @@ SECTION = "max_length"
 CEILING = "the ceiling of the search"
 
 _HEADS, _HEAD_DIM = 8, 64
-# The size that each process checks: long enough that windows and short segments drop some pairs.
+# The size of the check in each process; windows and short segments leave out some pairs at it.
 _CHECKED_TOKENS, _CHECKED_HEADS = 3072, 2
-_WITHIN = 8  # the longest T is searched up to a relative error of one over this
+_WITHIN = 8  # the relative error of the longest T is at most 1 / _WITHIN
 _LEAST = 256
-# A search makes a dozen calls, and a call that fails takes longer than its limit.
+# A call's time limit is the row's over this: a search makes a dozen calls, some beyond the limit.
 _CALLS = 24
-# The time that a process takes to start and to check a short sequence, in addition to its call.
+# Seconds for a process to start and to check a short sequence, in addition to its call.
 _SECONDS_AROUND = 10.0
 _CPU_MEMORY = 4 * 2**30
 
@@ -54,14 +54,14 @@ class Measured(NamedTuple):
     """The measurements of a call."""
 
     error: float  # relative error of the same variant at a small T
-    seconds: float  # without warm-up
-    peak_mb: float | None  # growth of the process in MiB, inputs included; None if unknown
+    seconds: float  # time of the call, without a warm-up
+    peak_mb: float | None  # growth of memory in MiB, including inputs; None if unknown
 
 
 def make_call(
     *, variant: str, direction: str, tokens: int, dtype: str, device: str, seed: int
 ) -> Measured:
-    """Check a variant of SEARCHED at a small T, then call it once, causal, on one sample."""
+    """Check a variant of SEARCHED at a small T, then call it once on one sample, causally."""
     own, where, backward = SEARCHED[variant], torch.device(device), goes_backward(direction)
     case = Case(own.pattern(tokens, True), tokens, 1, _HEADS, _HEAD_DIM, dtype, device)
     small = dataclasses.replace(case, tokens=_CHECKED_TOKENS, heads=_CHECKED_HEADS)
@@ -100,8 +100,8 @@ def search(
 ) -> tuple[int | None, int | None, str]:
     """Double or halve T, beginning with `first`, until calls begin to fail, then bisect.
 
-    `why_failed` makes a call with T tokens and returns why it failed, or None. Returns the longest
-    T that succeeded, the shortest T that failed, and why it failed, or CEILING.
+    `why_failed` makes a call with T tokens and returns the reason why it failed, or None. Returns
+    (longest T that succeeded, shortest T that failed, reason of its failure or CEILING).
     """
     good, bad, tokens, reason = 0, 0, first, ""
     while bad == 0 or (good == 0 and bad > _LEAST) or (good and (bad - good) * _WITHIN > good):

@@ -1,4 +1,4 @@
-"""Measures how far memory grows in a call."""
+"""Measures the growth of memory during a call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PROCESS = Path("/proc/self")
 
 
 class PeakMemory:
-    """Measures how far memory grows in a block: ``with PeakMemory() as peak: ...``.
+    """Measures the peak growth of memory in a block: ``with PeakMemory() as peak: ...``.
 
-    After the block, `cpu_mb` is the growth of this process's resident memory in MiB (None if the
-    system does not report it; Linux does), and `gpu_mb` that of the memory which torch's allocator
-    handed out on the current GPU.
+    After the block, `cpu_mb` is the peak growth of this process's resident memory in MiB (None if
+    the system does not report it; Linux does), and `gpu_mb` is the peak growth of the memory that
+    torch's allocator handed out on the current GPU.
     """
 
     cpu_mb: float | None = None
@@ -47,10 +47,10 @@ class PeakMemory:
 
 
 def peak_growth(step: Callable[[], object], device: torch.device) -> float | None:
-    """Return the largest growth of memory during a call, in MiB.
+    """Return the peak growth of memory during a call, in MiB.
 
-    The memory is that handed out by torch's allocator on a GPU, else the resident memory of this
-    process; None if the system does not report it.
+    On a GPU, the memory handed out by torch's allocator is measured; on a CPU, the resident memory
+    of this process, or None if the system does not report it.
     """
     with PeakMemory() as peak:
         step()
@@ -65,7 +65,7 @@ def device_memory(device: torch.device) -> float:
 
 
 def _begin_resident() -> float | None:
-    """Reset the peak and return the resident MiB, or None if the system does not report it."""
+    """Reset the peak, and return the resident memory in MiB; None if it is not reported."""
     try:
         # Return free memory to the system, so that using it again counts as growth.
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -19,13 +19,13 @@ COLUMNS = ("name", "config", "median_ms", "ci95_ms", "cv", "trials", "peak_memor
 
 
 def row(name: str, config: Mapping[str, Any], **figures: Any) -> dict[str, Any]:
-    """Return a row with all columns; columns that are not given are None, and `trials` is 0."""
+    """Return a row with all columns; the default of a column is None, and of `trials` 0."""
     empty: dict[str, Any] = dict.fromkeys(COLUMNS)
     return {**empty, "name": name, "config": dict(config), "trials": 0, **figures}
 
 
 def require_drawing() -> None:
-    """Raise ValueError if the picture cannot be drawn; called before anything is measured."""
+    """Raise ValueError if the picture cannot be drawn; call this before any measurement."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -47,7 +47,7 @@ def make_folder(out: str | os.PathLike[str]) -> Path:
 
 
 def write_json(path: Path, found: Mapping[str, Any]) -> None:
-    """Write results, all or nothing; NaN and infinity, which JSON does not have, become null."""
+    """Write results atomically; NaN and infinity, which JSON does not have, become null."""
     for entry in found["rows"]:
         missing = [column for column in COLUMNS if column not in entry]
         if missing:
@@ -57,14 +57,14 @@ def write_json(path: Path, found: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, all or nothing."""
+    """Write a text file atomically: other processes see the old or the new content."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
 
 
 def write_picture(path: Path, figure: Any) -> None:
-    """Write a matplotlib Figure as a PNG, all or nothing."""
+    """Write a matplotlib Figure as a PNG file, atomically."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     figure.savefig(part, dpi=110, format="png")
     part.replace(path)
@@ -78,7 +78,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as the text of a table's cell."""
+    """Return the text of a value in a table's cell."""
     if value is None:
         return "-"
     if isinstance(value, bool):

@@ -1,7 +1,7 @@
-"""The suite "packed": private steps over documents of unlike lengths, packed and padded.
+"""The suite "packed": private steps over documents of different lengths, packed and padded.
 
 The documents are files of Python's own library, whose lengths vary 100-fold. Each document is a
-privacy unit. A step trains on all documents; packed and padded steps have the same noise.
+privacy unit. A step trains on all documents; packed and padded steps add the same noise.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .work import count_work
 
 PACKED, PADDED = "packed", "padded"
 _IGNORED = -100
-_SPREAD = 100  # the length of the longest document over that of the shortest
+_SPREAD = 100  # length of the longest document / length of the shortest document
 # Number of documents, tokens of the longest document, model dim and layers.
 _SHAPE = ("documents", "longest", "embed_dim", "layers")
 _SIZES = {"quick": (12, 128, 64, 1), "cpu": (24, 2048, 128, 2), "cuda": (128, 4096, 1024, 4)}
 
 
 def corpus(documents: int, longest: int, seed: int) -> list[Tensor]:
-    """Return files of Python's library of `longest` / 100 to `longest` bytes, at random."""
+    """Return random files of Python's library that have `longest` / 100 to `longest` bytes."""
     files = ByteDocuments.read(default_data_dir(), suffixes={".py"})
     fitting = [content for content in files if longest // _SPREAD <= len(content) <= longest]
     if len(fitting) < documents:
@@ -58,9 +58,9 @@ def packed_subject(
     device: str,
     seed: int,
 ) -> Subject:
-    """Return a training step over all documents; NONPRIVATE and PACKED have packed batches.
+    """Return a training step over all documents; NONPRIVATE and PACKED use packed batches.
 
-    The subject's error is that of the sum of gradients, clipped if private, without noise.
+    The subject's error is the error of the sum of gradients, clipped if private, without noise.
     """
     given = corpus(documents, longest, seed)
 
@@ -119,7 +119,7 @@ def _step(
         collate_fn=packing if is_packed else PadTo(longest, {"y": _IGNORED}),
     )
     engine = PrivacyEngine()
-    # Steps are timed without the trials of the first batches.
+    # Steps are timed without the isolation test of the first batches.
     model, private_optimizer, private_loader = engine.make_private(
         module=model,
         optimizer=optimizer,
@@ -153,7 +153,7 @@ def _targets(document: Tensor) -> Tensor:
 
 
 def _sums(model: nn.Module, documents: Sequence[Tensor], bound: float | None) -> list[Tensor]:
-    """Return the sum of gradients of single documents, clipped if `bound` is not None."""
+    """Return the sum of the documents' gradients, clipped to `bound` unless it is None."""
     parameters = list(model.parameters())
     sums = [torch.zeros_like(p) for p in parameters]
     for document in documents:

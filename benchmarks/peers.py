@@ -1,4 +1,4 @@
-"""Attention by dpflash and by its peers, torch's SDPA and FlexAttention."""
+"""Calls attention by dpflash and by its peers: torch's SDPA and FlexAttention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .attention_cases import Case, Run, multiplicity
 from .suite import Unsupported
 
 OPERATORS = ("dpflash", "sdpa-flash", "sdpa-cudnn", "flex")
-# Other projects' code; a wrong result of a peer is a finding, not a failure of dpflash.
+# Other projects' code. A peer's wrong result is reported, but is no failure of dpflash.
 PEERS = OPERATORS[1:]
 _NEEDS_CUDA = {
     "sdpa-cudnn": "a CUDA device: cuDNN has no attention on the CPU",
@@ -24,7 +24,7 @@ _NEEDS_CUDA = {
 
 
 def build_run(operator: str, case: Case) -> Run:
-    """Return attention by one of OPERATORS, as a function of q, k and v, or raise Unsupported."""
+    """Return attention by one of OPERATORS as a function of (q, k, v), or raise Unsupported."""
     if case.device == "cpu" and operator in _NEEDS_CUDA:
         raise Unsupported(_NEEDS_CUDA[operator])
     if operator == "dpflash":
@@ -43,7 +43,7 @@ def _sdpa(operator: str, case: Case) -> Run:
         raise Unsupported("another pattern: SDPA takes dense or causal attention only")
     if case.device != "cpu" and case.dtype == "float32":
         raise Unsupported("fp16 or bf16: this backend takes no fp32 on CUDA")
-    if case.device == "cpu":  # torch chooses it by itself there; a context would take time
+    if case.device == "cpu":  # torch chooses flash there without a context, which takes time
         return functools.partial(F.scaled_dot_product_attention, is_causal=case.pattern.causal)
     is_flash = operator == "sdpa-flash"
     backend = SDPBackend.FLASH_ATTENTION if is_flash else SDPBackend.CUDNN_ATTENTION
@@ -84,6 +84,6 @@ def flex(case: Case, *, compiled: bool = True) -> Run:
             case.tokens,
             device=case.device,
         )
-    # A backward that is timed alone runs on a retained graph.
+    # A backward that is timed alone runs several times on a retained graph.
     torch._functorch.config.donated_buffer = False
     return lambda q, k, v: attend(q, k, v, score_mod=score_mod, block_mask=block_mask)

@@ -1,4 +1,4 @@
-"""Draws a suite's picture from its JSON: a panel for each chart."""
+"""Draws the picture of a suite from its JSON, with one panel for each chart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def draw(suite: Suite, found: Mapping[str, Any]) -> Any:
     lines = max(1, -(-len(suite.charts) // columns))
     figure = Figure(figsize=(8.2 * columns, 4.4 * lines + 0.5), layout="constrained")
     panels = figure.subplots(lines, columns, squeeze=False).ravel()
-    looks: dict[str, int] = {}  # number of a series' look by its name, the same in all panels
+    looks: dict[str, int] = {}  # name of a series -> number of its color and marker in all panels
     for panel, chart in zip(panels, suite.charts, strict=False):
         _draw_chart(panel, chart, found["rows"], looks)
     for panel in panels[len(suite.charts) :]:
@@ -82,7 +82,7 @@ def _draw_chart(panel: Any, chart: Chart, rows: Sequence[Row], looks: dict[str, 
 
 
 def _reach(row: Row, value: float) -> tuple[float, float]:
-    """Return how far the 95% interval reaches below and above the value; 0 without interval."""
+    """Return the distances (below, above) of the value to its 95% interval's ends; 0 if none."""
     for key, interval in (
         ("median_ms", "ci95_ms"),
         ("speedup", "speedup_ci95"),
@@ -104,7 +104,7 @@ def _shape(drawn: Sequence[Row], across: str) -> str:
 
 
 def _logarithmic(panel: Any, span: float) -> None:
-    """Make an axis logarithmic, with some ticks in plain numbers whatever its range is."""
+    """Make the y axis logarithmic, with about six ticks in plain numbers for every range."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     panel.set_yscale("log")

@@ -1,7 +1,7 @@
 """Private training steps by each provider, and the check of their clipped gradients.
 
-All providers train the same model on the same batch, which each provider's loader draws at sample
-rate 1. A step consists of loader, forward, backward, clipping, noise and optimizer.
+A provider is an implementation, such as Opacus. All providers train the same model on the same
+batch of all samples. A step has loader, forward, backward, clipping, noise and optimizer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .work import Work, count_work
 
 NONPRIVATE = "nonprivate"
 AUTO = "dpflash-flat-auto"
-# Provider -> clipping and grad_sample_mode.
+# Provider -> (clipping, grad_sample_mode).
 DPFLASH = {
     AUTO: ("flat", "auto"),
     "dpflash-flat-instantiate": ("flat", "instantiate"),
@@ -42,12 +42,12 @@ OPAKE = "opake"
 PEERS = (*OPACUS, OPAKE)
 PROVIDERS = (NONPRIVATE, *DPFLASH, *PEERS)
 
-# Less than the norm of each sample in each layer, so that every sample is clipped.
+# Smaller than each sample's gradient norm in each layer, so that every sample is clipped.
 MAX_GRAD_NORM = 0.1
-# Relative errors of gradients, for the worst parameter.
+# Allowed relative errors of the gradient of the parameter with the largest error.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
-# If dpflash computes norms without per-sample gradients, it adds a bound of the rounding error: at
-# most this fraction of the norm. The Gram form on a GPU adds more.
+# If dpflash computes norms without per-sample gradients, it adds a bound of the rounding error, at
+# most this fraction of the norm. The bound of Gram matrices on a GPU is larger.
 _HIGHEST_BOUND = {"cpu": 1e-3, "cuda": 0.05}
 
 Optimize = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -61,7 +61,7 @@ def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 def private_subject(*, provider: str, **given: Any) -> Subject:
     """Return a training step of one of PROVIDERS; `given` goes to `private_tasks.make_task`.
 
-    The subject's error is that of the sum of clipped gradients, without noise.
+    The subject's error is the error of the sum of clipped gradients, without noise.
     """
     return private_step(provider=provider, **given)[0]
 
@@ -85,7 +85,7 @@ def private_step(*, provider: str, **given: Any) -> tuple[Subject, PrivacyEngine
 
 
 class Training(NamedTuple):
-    """A whole training step, and the engine if the step is dpflash's."""
+    """A whole training step, and its engine if dpflash computes the step."""
 
     step: Step
     engine: PrivacyEngine | None = None
@@ -94,10 +94,10 @@ class Training(NamedTuple):
 def make_training(
     task: Task, provider: str, *, noise_multiplier: float, optimize: Optimize, **options: Any
 ) -> Training:
-    """Return the training of a task by one of PROVIDERS, or by `make_private(optimize=LEVEL)`.
+    """Return the training of a task by one of PROVIDERS, or by "optimize-LEVEL".
 
-    The latter provider is "optimize-LEVEL". `options` are further arguments of make_private.
-    Raises Unsupported if the provider is not installed.
+    The provider "optimize-LEVEL" is `make_private(optimize=LEVEL)`. `options` are further
+    arguments of make_private. Raises Unsupported if the provider is not installed.
     """
     if provider == OPAKE:
         return Training(_opake_step(task, noise_multiplier, optimize))
@@ -121,7 +121,7 @@ def make_training(
             losses = replace(task, dtype="float32").losses
         engine = PrivacyEngine()
         backward = engine.backward
-        # Steps are timed without the trials of the first batches.
+        # Steps are timed without the isolation test of the first batches.
         model, optimizer, loader = engine.make_private(
             **given, **options, verify_first_batch=False
         )
@@ -140,9 +140,9 @@ def make_training(
 def gradient_error(task: Task, provider: str) -> float:
     """Return the largest relative error of a parameter's sum of clipped gradients.
 
-    dpflash's flat clipping may use upper bounds of the norms. Its sum is compared with a sum that
-    is clipped by the same bounds, and the bounds are compared with the exact norms: the error is
-    infinite if a bound is below the norm, or further above it than rounding explains.
+    dpflash's flat clipping may use upper bounds of the norms. Then its sum is compared with a sum
+    that is clipped by the same bounds. The error is infinite if a bound is below the exact norm,
+    or further above it than rounding explains.
     """
     given: list[Tensor] = []
     keep = functools.partial(GradientKeeper, given=given)
@@ -161,14 +161,14 @@ def gradient_error(task: Task, provider: str) -> float:
 
 
 def clipping_of(provider: str) -> str | None:
-    """Return "flat" or "per_layer", or None for no clipping or that of an optimization level."""
+    """Return "flat" or "per_layer"; None without clipping, or if the level determines it."""
     if provider in DPFLASH:
         return DPFLASH[provider][0]
     return "flat" if provider in PEERS else None
 
 
 def raised_norms(task: Task, norms: Tensor) -> list[float] | None:
-    """Return each norm of `norms`, in any order, over the exact one, or None if one is wrong."""
+    """Return each sample's norm, from unordered `norms`, over its exact norm; None if wrong."""
     exact = [_norm(grads) for grads in _sample_gradients(task, task.build())]
     if len(norms) != len(exact):
         return None
@@ -176,7 +176,7 @@ def raised_norms(task: Task, norms: Tensor) -> list[float] | None:
     raised = [math.nan] * task.batch
     for i, norm in zip(order, sorted(norms.tolist()), strict=True):
         raised[i] = norm / exact[i] if exact[i] else math.inf if norm else 1.0
-    # The exact norms are those of a loop whose gradients are rounded too.
+    # The "exact" norms come from a loop over samples whose gradients are rounded too.
     rounding = TOLERANCES[task.dtype]
     highest = 1 + rounding + _HIGHEST_BOUND[task.x.device.type]
     is_right = all(1 - rounding <= x <= highest for x in raised)
@@ -188,7 +188,7 @@ def clipped_sums(
 ) -> list[Tensor]:
     """Return each parameter's sum of clipped gradients, computed by a loop over single samples.
 
-    In flat clipping, the samples' norms are multiplied by `raised` (see `raised_norms`).
+    With flat clipping, the samples' norms are multiplied by `raised`, see `raised_norms`.
     """
     model = task.build()
     parameters = trained(model)
@@ -245,7 +245,7 @@ def _backward(losses: Any) -> None:
 
 
 class _SampleMean:
-    """A task's loss with the attribute `reduction` that Opacus reads: "mean" or "none"."""
+    """A task's loss with the attribute `reduction`, "mean" or "none", which Opacus sets."""
 
     reduction = "mean"
 
@@ -258,7 +258,7 @@ class _SampleMean:
 
 
 def _make_opacus(task: Task, mode: str, given: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
-    """Return Opacus' model, optimizer, loader and loss: (model, x, y) to a value with backward."""
+    """Return Opacus' (model, optimizer, loader, loss function of (model, x, y))."""
     try:
         import opacus
     except ImportError:
@@ -280,7 +280,7 @@ def _make_opacus(task: Task, mode: str, given: Mapping[str, Any]) -> tuple[Any, 
 
 
 def _opake_step(task: Task, noise_multiplier: float, optimize: Optimize) -> Step:
-    """Return a step of opake, whose gradients and noise are functions of the parameters."""
+    """Return a step of opake, which computes gradients and noise by pure functions."""
     try:
         from opake.dpsgd.clipping import clipped_grad
         from opake.dpsgd.noise import gaussian_noise
@@ -333,7 +333,7 @@ def _inside_opacus() -> Iterator[None]:
 def add_planned_work(plain: Work, engine: PrivacyEngine) -> Work:
     """Return a private step's work by the planner's formulas; Triton kernels cannot be counted.
 
-    The formulas lack the second backward of attention in "ghost".
+    The formulas leave out the second backward of attention with "ghost".
     """
     uses = list(engine.plan())
     return Work(

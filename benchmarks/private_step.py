@@ -1,8 +1,8 @@
 """The suites "private-step" and "optimize": private training steps.
 
-"private-step" compares dpflash with no privacy, Opacus and opake, for a transformer over bytes and
-for LoRA of a Llama. "optimize" measures each level of `make_private(optimize=...)` for a
-transformer of one block; if a batch is larger than a physical batch, one physical batch is timed.
+"private-step" compares dpflash with nonprivate training, Opacus and opake, for a transformer over
+bytes and for LoRA of a Llama. "optimize" measures each level of `make_private(optimize=...)` for a
+transformer of one block. If a batch is larger than a microbatch, one microbatch is timed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .work import count_work
 
 _SIZES = ("model", "batch", "tokens", "heads", "head_dim", "layers")
 _ALL = (NONPRIVATE, *DPFLASH, *PEERS)
-# Providers that are slow on short sequences. They are left out on long ones, where they take
-# minutes.
+# Providers that are slow on short sequences. They are left out on long sequences, on which they
+# take minutes.
 _SLOW = ("dpflash-flat-book_keeping", "dpflash-flat-ghost", "opacus-ghost")
 _SOME = tuple(name for name in _ALL if name not in _SLOW)
 _FEW = (NONPRIVATE, AUTO, "dpflash-per_layer", "opacus-hooks", OPAKE)
@@ -75,7 +75,7 @@ SUITE = Suite(
 # Batch, tokens, heads, head dim.
 WORKLOADS = ((8, 512, 12, 64), (32, 512, 12, 64), (64, 1024, 16, 64), (16, 2048, 20, 80))
 _QUICK_WORKLOAD = (4, 64, 4, 16)
-# Tokens of a physical batch for 8 to 15 heads; with more heads there are fewer.
+# Tokens of a microbatch for 8 to 15 heads; with more heads a microbatch has fewer tokens.
 _PHYSICAL = {"cpu": 2048, "cuda": 2**17}
 _SIXTEEN_BITS = ("balanced", "aggressive")
 
@@ -83,7 +83,7 @@ _SIXTEEN_BITS = ("balanced", "aggressive")
 def optimize_subject(
     *, level: str, batch: int, physical_batch: int, device: str, seed: int, **shape: int
 ) -> Subject:
-    """Return a private training step at a level, on a physical batch of a workload."""
+    """Return a private training step at a level, on one microbatch of a workload."""
     dtype = "bfloat16" if level in _SIXTEEN_BITS else "float32"
     shape.update(batch=physical_batch)
     given = {"model": "lm", "dtype": dtype, "device": device, "seed": seed, **shape}
@@ -112,7 +112,7 @@ def _plan_levels(request: Request) -> Iterator[Comparison]:
         name = f"B{batch}-T{tokens}-H{heads}-D{head_dim}"
         shape = {"tokens": tokens, "heads": heads, "head_dim": head_dim}
         given = {"batch": batch, "physical_batch": physical, **shape}
-        # Workloads of different batches may have the same physical batch, and so the same step.
+        # Workloads with different batches may have the same microbatch, and so the same step.
         if (physical, shape) not in seen:
             seen.append((physical, shape))
             yield compared(
@@ -131,7 +131,7 @@ def _gains(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 def _compiled(row: Row) -> str | None:
-    # Other columns show False as "NO", which would look like a failure.
+    # Other columns show False as "NO", which would look like a failure here.
     return {True: "yes", False: "no", None: None}[row.get("compiled")]
 
 

@@ -25,10 +25,10 @@ class Task:
     """A model, its batch and its loss."""
 
     build: Callable[[], nn.Module]  # makes the model, each time with the same weights
-    x: Tensor  # one batch, samples first
-    y: Tensor
-    loss: Callable[[Tensor, Tensor], Tensor]  # (output, y) to one loss per sample, `[B]`
-    # (model, x, y) to the output; Opacus calls the model with x only.
+    x: Tensor  # inputs of one batch, `[B, ...]`
+    y: Tensor  # targets of the batch
+    loss: Callable[[Tensor, Tensor], Tensor]  # function of (output, y): losses `[B]`
+    # Function of (model, x, y): the output. Opacus calls the model with x only.
     forward: Callable[[nn.Module, Tensor, Tensor], Tensor] = lambda model, x, y: model(x)
     dtype: str = "float32"  # or "bfloat16", for autocast
 
@@ -38,7 +38,7 @@ class Task:
         return len(self.x)
 
     def losses(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """Return one loss per sample, `[B]`."""
+        """Run the forward, and return one loss per sample, `[B]`."""
         with self.precision():
             output = self.forward(model, x, y)
         return self.loss(output, y)
@@ -50,9 +50,9 @@ class Task:
 
 
 def make_task(*, model: str, heads: int, head_dim: int, layers: int = 1, **given: Any) -> Task:
-    """Return a task: "lm" and "llama-lora" on bytes, or one layer "attention" on random vectors.
+    """Return a task: "lm" or "llama-lora" on random bytes, or "attention" on random vectors.
 
-    `given` are the other arguments of `bytes_task`.
+    `given` are the other arguments of `bytes_task`. "attention" is a single attention layer.
     """
     if model == "llama-lora":
         return bytes_task(lambda: adapted_llama(heads * head_dim, heads, layers), **given)
@@ -81,7 +81,7 @@ def adapted_llama(width: int, heads: int, layers: int) -> nn.Module:
         num_hidden_layers=layers,
         num_attention_heads=heads,
     )
-    # LoRA's usual initial weights, of which half are zero, make half of the gradients zero.
+    # With LoRA's usual initial weights, half of which are zero, half of the gradients are zero.
     lora = peft.LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False)
     return _Logits(peft.get_peft_model(transformers.LlamaForCausalLM(config), lora))
 
@@ -106,7 +106,7 @@ def bytes_task(
     dtype: str = "float32",
     vocab: int = VOCABULARY,
 ) -> Task:
-    """Return a task of a model that returns logits, on random bytes `[batch, tokens]`."""
+    """Return a task on random bytes `[batch, tokens]`; `make` builds a model of logits."""
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randint(0, vocab, (2, batch, tokens), generator=generator).to(device)
     return Task(_built(make, device, seed), x, y, losses.cross_entropy, dtype=dtype)

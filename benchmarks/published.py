@@ -1,7 +1,7 @@
-"""Figures that other projects published (`published.json`), beside dpflash's own rows.
+"""Figures that other projects published (`published.json`), beside dpflash's measurements.
 
-The published figures were measured on the projects' machines. They are no baseline of dpflash: the
-code behind them does not compute what it claims, or was never run.
+The published figures were measured on the projects' machines. They are no baseline for dpflash:
+the code behind them does not compute what it claims to compute, or was never run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _FILE = Path(__file__).with_name("published.json")
 
 
 class Figure(NamedTuple):
-    """A published figure."""
+    """A number or word that a project published, with its unit."""
 
     value: float | str
-    unit: str  # of a number, or what a word describes
-    spread: float | None = None  # the published standard deviation, if there is one
+    unit: str  # unit of a number, or the quantity that a word describes
+    spread: float | None = None  # the published standard deviation, if any
 
     def __str__(self) -> str:
         if isinstance(self.value, str):
@@ -36,13 +36,13 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """Selects dpflash's rows: those of a section that have the values `where`."""
+    """Selects dpflash's rows of a section that have the values `where`."""
 
     suite: str  # name of the suite, and of its JSON
     section: str
-    where: Mapping[str, Any] = field(default_factory=dict)  # in the row's config or its columns
-    needs: str = ""  # what the rows need, if a full run may lack them on some machines
-    options: str = ""  # of the command
+    where: Mapping[str, Any] = field(default_factory=dict)  # values in the row or its config
+    needs: str = ""  # requirement of the rows that some machines do not meet
+    options: str = ""  # options of the command
 
     @property
     def command(self) -> str:
@@ -51,13 +51,13 @@ class Answer:
         return " ".join(["dpflash bench", self.suite, *options.split(), "--out DIR"])
 
     def fits(self, row: Row) -> bool:
-        """Whether this selects a row of the suite."""
+        """Whether this selection contains a row of the suite."""
         values = {**row, **row["config"]}
         wanted = {**self.where, "section": self.section}
         return all(key in values and values[key] == value for key, value in wanted.items())
 
     def rows(self, files: Files) -> list[Row]:
-        """Return the selected rows of a device's results; ValueError if a full run has none."""
+        """Return the selected rows in a device's results; ValueError if a full run has none."""
         file = files.get(self.suite)
         if file is None or file.is_quick:
             return []
@@ -72,17 +72,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Reported:
-    """A row of a report; exactly one of `answers`, `features` and `needs` answers it."""
+    """A published row; exactly one of `answers`, `features` and `needs` is dpflash's answer."""
 
     named: str  # name and configuration
     figures: Sequence[Figure] = ()
-    wrong: str = ""  # what is wrong with this row only
+    wrong: str = ""  # mistakes of this row only
     answers: Sequence[Answer] = ()
     features: Sequence[str] = ()  # names to import ("dpflash.x.y") and commands, not measured
-    needs: str = ""  # what an answer would need, if it cannot be measured here
+    needs: str = ""  # the requirement for an answer that cannot be measured here
 
     def measured(self, devices: Mapping[str, Files]) -> list[tuple[str, Row]]:
-        """Return dpflash's rows that answer this row, each with its device."""
+        """Return (device, dpflash's row) for each of dpflash's rows that answers this row."""
         return [
             (name, row)
             for name, files in devices.items()
@@ -98,19 +98,19 @@ class ReportTable:
     id: str
     title: str
     rows: Sequence[Reported]
-    wrong: Sequence[str] = ()  # what is wrong with all rows
-    honest: str = ""  # the figure that dpflash reports instead
+    wrong: Sequence[str] = ()  # mistakes of all rows
+    honest: str = ""  # the quantity that dpflash reports instead
 
 
 @dataclass(frozen=True)
 class Report:
-    """Tables of one document."""
+    """The tables of one published document."""
 
     title: str
     tables: Sequence[ReportTable]
-    id: str = ""  # the first part of its tables' ids
+    id: str = ""  # the first part of the tables' ids
     repository: str = ""  # OWNER/NAME on GitHub
-    file: str = ""  # the document's path in it
+    file: str = ""  # path of the document in the repository
     commit: str = ""
     note: str = ""
 
@@ -121,7 +121,7 @@ def read_reports() -> tuple[Report, ...]:
 
 
 def _read(held: dict[str, Any]) -> Any:
-    """Return an object of the file; its keys decide its class."""
+    """Convert a JSON object of published.json to the class that its keys determine."""
     if "figures" in held:
         held["figures"] = tuple(Figure(*figure) for figure in held["figures"])
     classes = {"tables": Report, "rows": ReportTable, "named": Reported, "suite": Answer}
@@ -131,7 +131,7 @@ def _read(held: dict[str, Any]) -> Any:
 _WRONG = "what is wrong with theirs"
 _OURS = ("ours", "ms", "peak MiB", "tokens/s", "right", "more")
 _HEADER = ("theirs", "their figures", *_OURS, _WRONG)
-# Other figures of a row: key and format.
+# Further figures of a row: key -> format.
 _MORE = {
     "batch": "optimal batch {0}",
     "tasks_per_s": "steps/s {0}",
@@ -154,7 +154,7 @@ _MORE = {
 
 
 def report_parts(report: Report, devices: Mapping[str, Files]) -> Iterator[str]:
-    """Yield the parts of a report's section."""
+    """Yield the Markdown paragraphs and tables of a report's section."""
     yield f"## {report.id}: {report.title}"
     home = f"https://github.com/{report.repository}"
     document = f"[{report.file}]({home}/blob/{report.commit}/{report.file})"
@@ -166,7 +166,7 @@ def report_parts(report: Report, devices: Mapping[str, Files]) -> Iterator[str]:
         if table.honest:
             yield f"Ours: {table.honest}."
         lines = [line for row in table.rows for line in _lines(row, devices)]
-        # Drop empty columns, except the published figures and dpflash's.
+        # Drop empty columns, except the names of the published row and of dpflash's row.
         keep = [
             number
             for number, cells in enumerate(zip(*lines, strict=True))
@@ -180,7 +180,7 @@ def report_parts(report: Report, devices: Mapping[str, Files]) -> Iterator[str]:
 
 
 def _lines(row: Reported, devices: Mapping[str, Files]) -> Iterator[list[Any]]:
-    """Yield a line for each of dpflash's rows; the first line also has the published row."""
+    """Yield a table line for each of dpflash's rows; the first also has the published row."""
     theirs = [row.named, ", ".join(map(str, row.figures)) or None]
     wrong = row.wrong or None
     for device, own in row.measured(devices):

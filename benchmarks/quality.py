@@ -1,4 +1,4 @@
-"""The held-out loss of attention patterns: one small language model trained with each.
+"""The held-out loss of attention patterns: a small language model is trained with each pattern.
 
 All models start from the same weights and see the same bytes in the same order. T is the number of
 tokens of a window.
@@ -42,8 +42,8 @@ class Size:
     heads: int = 4
     batch: int = 2  # windows per step
     steps: int = 400
-    learning_rate: float = 3e-3  # after a warm-up of five steps
-    held_out: int = 96  # windows, each of another document
+    learning_rate: float = 3e-3  # learning rate after a warm-up of five steps
+    held_out: int = 96  # number of held-out windows, each of another document
 
 
 FULL, QUICK = Size(), Size(steps=25, held_out=24)
@@ -55,16 +55,16 @@ class Contestant:
 
     name: str
     pattern: Pattern
-    baseline: str | None = DENSE  # the model whose loss is subtracted
-    seeds_on: int = 0  # added to the seed of initial weights and batches
+    baseline: str | None = DENSE  # name of the model whose loss is subtracted
+    seeds_on: int = 0  # number added to the seed of initial weights and batches
 
 
 def contestants(tokens: int) -> list[Contestant]:
     """Return the models to train on windows of `tokens` tokens, each after its baseline.
 
-    All are causal. Their patterns are those that "variants" and "attention" time at T = 8192, with
-    lengths scaled to the window, so that `dpflash.recommend` finds the loss of a pattern. The
-    blocks of Adaptive are not scaled, since they cannot be that small.
+    All patterns are causal. They are the patterns that "variants" and "attention" time at T =
+    8192, with lengths scaled to the window, so that `dpflash.recommend` finds a pattern's loss.
+    The blocks of Adaptive are not scaled, since they cannot be that small.
     """
     dense = Dense(causal=True)
     dilated = Dilated(
@@ -87,9 +87,9 @@ def contestants(tokens: int) -> list[Contestant]:
 def quality_rows(request: Request, size: Size | None = None) -> Iterator[dict[str, Any]]:
     """Train a model with each pattern and compare them on held-out documents.
 
-    A row has "held_out_loss" (nats per byte), and its difference to the baseline on the same
-    windows with a 95% interval. A row is correct if the attention passes its check at this T and
-    training lowered the held-out loss; other rows have no figures.
+    A row has "held_out_loss" (nats per byte), and its difference to the baseline's loss on the
+    same windows with a 95% interval. A row is correct if its attention passes the check at this T
+    and training lowered the held-out loss; other rows have no figures.
     """
     size = size or (QUICK if request.quick else FULL)
     losses: dict[str, np.ndarray] = {}
@@ -162,7 +162,7 @@ def _initial_model(pattern: Pattern, size: Size, seed: int) -> LongContextLM:
 
 @functools.cache
 def windows_of(tokens: int, seed: int) -> tuple[TrainWindows, TrainWindows]:
-    """Return training and held-out windows, of documents that fill a window."""
+    """Return (training windows, held-out windows) of documents that fill a window."""
     documents = ByteDocuments.read(default_data_dir(), suffixes=(".py",))
     key = int(seed).to_bytes(32, "little")
     train, held_out = (
@@ -173,14 +173,14 @@ def windows_of(tokens: int, seed: int) -> tuple[TrainWindows, TrainWindows]:
 
 
 def batch_of(windows: TrainWindows, rows: Any, step: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets of these rows in a step."""
+    """Return (inputs, targets) of the windows of documents `rows` in a step."""
     pairs = [windows.window(int(row), step) for row in rows]
     return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
 
 
 def _train(model: LongContextLM, size: Size, seed: int) -> None:
     windows, _ = windows_of(size.tokens, seed)
-    # The betas are those of `dpflash train`; the learning rate rises over five steps.
+    # Betas as in `dpflash train`; the learning rate rises over the first five steps.
     optimizer = torch.optim.Adam(model.parameters(), lr=size.learning_rate, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=4)
     device = next(model.parameters()).device

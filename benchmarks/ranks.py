@@ -1,4 +1,4 @@
-"""Rows of calls on several ranks, and the suite "ranks": private training over numbers of ranks.
+"""Rows measured on several ranks, and the suite "ranks": private training by number of ranks.
 
 Letters: B samples, T tokens, P ranks.
 """
@@ -32,7 +32,7 @@ _MIB = 2**20
 
 
 def fill(row: Row, returned: Sequence[Mapping[str, Any]], *, is_short: bool = False) -> None:
-    """Write the results of a function of `scaling_tasks`, one per rank, into the row."""
+    """Write the results of a `scaling_tasks` function, one result per rank, into the row."""
     row.update(
         error=worst(one["error"] for one in returned),
         correct=all(one["correct"] for one in returned),
@@ -66,7 +66,7 @@ def fill(row: Row, returned: Sequence[Mapping[str, Any]], *, is_short: bool = Fa
 def _over_plain(
     seconds: Sequence[float], returned: Sequence[Mapping[str, Any]], *, is_short: bool
 ) -> Row:
-    """Return the columns that compare a private step with the plain one of the same ranks."""
+    """Return the columns that compare a private step with the plain step of the same ranks."""
 
     def trials(key: str) -> Iterator[tuple[float, ...]]:
         return zip(*(one[key] for one in returned), strict=True)
@@ -139,7 +139,7 @@ CPU_OVERHEAD = with_interval("cpu_overhead", "CPU time over nonprivate", ".2f")
 
 
 def _with_plain(key: str, header: str, unit: float, form: str) -> Column:
-    """Return a column of a private step's figures, with the plain step's in brackets."""
+    """Return a column that shows a private step's figure, and the plain step's in brackets."""
 
     def cell(row: Mapping[str, Any]) -> str | None:
         if row.get(key) is None:
@@ -166,7 +166,7 @@ def training_row(
     request: Request,
     effort: Effort,
 ) -> Row:
-    """Return the row of a private step by ranks, each of which has its own core or GPU."""
+    """Return the row of a private step on several ranks, each with its own core or GPU."""
     row = blank_row(section, f"B{case.batch}/T{case.tokens}", case, ranks)
     if request.where.type == "cpu" and ranks > usable_cores():
         return {**row, "needs": f"{ranks} cores: this machine has {usable_cores()}"}
@@ -178,7 +178,7 @@ def training_row(
 
 
 def step_seconds(case: TrainingCase, request: Request) -> float:
-    """Return the seconds of a step by one rank, or 0 if it is wrong, as its row will report."""
+    """Return the seconds of a step on one rank; 0 if the step is wrong, as its row reports."""
     given = {"case": case, "alone": case, "effort": Effort(0, 1)}
     device = request.where.type
     ((found,),) = run_ranks(measure_training, 1, device=device, timeout=_TIMEOUT, **given)
@@ -209,7 +209,7 @@ def context_rows(request: Request) -> Iterator[Row]:
 
 
 def node_rows(request: Request) -> Iterator[Row]:
-    """Yield rows that need several machines."""
+    """Yield rows without figures, which state that they need several machines."""
     command = "dpflash train --shard-parameters"
     for nodes in NODES:
         machines = f"{nodes} machine{'s' * (nodes > 1)} with GPUs that hold a 7B model"

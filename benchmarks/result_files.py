@@ -1,7 +1,4 @@
-"""Committed JSON files of results.
-
-Results lie in ``<results>/<device>/<suite>.json``.
-"""
+"""Reads committed JSON files of results: ``<results>/<device>/<suite>.json``."""
 
 from __future__ import annotations
 
@@ -16,14 +13,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ResultFile:
-    """One JSON file and what it holds."""
+    """A JSON file of results."""
 
     path: Path
-    held: Mapping[str, Any]
+    held: Mapping[str, Any]  # the content of the file
 
     @property
     def rows(self) -> Sequence[Row]:
-        """The rows of a benchmark; empty if the file is of another kind."""
+        """The rows of a benchmark; empty if the file is not of a benchmark."""
         rows: Sequence[Row] = self.held.get("rows", ())
         return rows
 
@@ -40,7 +37,7 @@ class ResultFile:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run was not broken off."""
+        """Whether the run was not interrupted."""
         return bool(self.held.get("complete", True))
 
 
@@ -48,7 +45,7 @@ Files = Mapping[str, ResultFile]
 
 
 def load(results: Path, device: str) -> dict[str, ResultFile]:
-    """Read the files of a device, by the name of the suite or script."""
+    """Read the files of a device; return them by the name of the suite or script."""
     return {
         path.stem: ResultFile(path, json.loads(path.read_text(encoding="utf-8")))
         for path in sorted((results / device).glob("*.json"))

@@ -1,6 +1,6 @@
-"""The page of results, and the picture on top of it, from committed JSON and nothing else.
+"""Makes the page of results and the picture at its top from committed JSON files alone.
 
-The page has others' figures and ours, row by row. Where the files lie, `result_files` says.
+The page shows other projects' published figures beside dpflash's. `result_files` reads the files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LABELS = {
     NONPRIVATE: "no privacy",
 }
 _OURS, _OPACUS, _OPAKE, _PLAIN = "#1f5fa8", "#d1601a", "#3f8f4f", "#999999"
-# Method of pretrained.json -> name, colour, line.
+# Method in pretrained.json -> (name, color, line style).
 _METHODS = {
     "no privacy": ("no privacy", _PLAIN, "--"),
     "opake banded": ("opake, banded noise", _OPAKE, "s-"),
@@ -41,11 +41,11 @@ _METHODS = {
     "Opacus": ("Opacus", _OPACUS, "^:"),
 }
 
-Ends = tuple[float, float, float]  # a figure and the ends of its interval
+Ends = tuple[float, float, float]  # (figure, lower end, upper end of its interval)
 
 
 def render(results: Path, reports: Sequence[Report], page: Path) -> str:
-    """The page; refuses a full run that lacks a row for what a report's row asks."""
+    """Return the page as Markdown; raise ValueError if a full run lacks an `Answer`'s rows."""
     devices = {name: load(results, name) for name in device_names(results)}
     title, about = texts()["results"]
     parts = [f"# {title}"]
@@ -106,7 +106,7 @@ def _state(file: ResultFile) -> str:
 
 
 def newest(results: Path, devices: Mapping[str, Files]) -> tuple[ResultFile, ResultFile] | None:
-    """The newest full private-step.json that has opake at the shapes, and pretrained.json."""
+    """Return (newest full private-step.json with opake at all shapes, pretrained.json) or None."""
     quality = results / "pretrained.json"
     full = [
         files["private-step"]
@@ -121,7 +121,7 @@ def newest(results: Path, devices: Mapping[str, Files]) -> tuple[ResultFile, Res
 
 
 def draw_headline(steps: ResultFile, quality: ResultFile) -> Any:
-    """Time, memory and accuracy at equal epsilon beside Opacus and opake: a matplotlib Figure."""
+    """Draw time, memory and accuracy at equal epsilon, beside Opacus and opake."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6.4), layout="constrained")
@@ -171,7 +171,7 @@ def _bars(axis: Any, found: Mapping[str, Ends], form: str) -> None:
 
 
 def _accuracies(file: ResultFile) -> dict[str, dict[float, tuple[float, float]]]:
-    """Percent by method and epsilon, mean and deviation: units are entries, the body is frozen."""
+    """Return {method: {epsilon: (mean, deviation) in percent}} for unit "entry", body frozen."""
     own = [row for row in file.rows if (row["unit"], row["tuning"]) == ("entry", "frozen")]
     found: dict[str, dict[float, tuple[float, float]]] = {name: {} for name in _METHODS}
     for row in (row for row in own if row["method"] in found):
@@ -182,7 +182,7 @@ def _accuracies(file: ResultFile) -> dict[str, dict[float, tuple[float, float]]]
 
 
 def _ratios(file: ResultFile, shape: str) -> dict[str, Ends]:
-    """Time over a non-private step, with its 95% interval, by provider."""
+    """Return {provider: time over a non-private step, with the ends of its 95% interval}."""
     found = {}
     for row in file.rows:
         provider = row["name"].removeprefix(f"step/{shape}/")

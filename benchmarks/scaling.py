@@ -32,7 +32,7 @@ SCALINGS = ("strong", "weak")
 SECTIONS = ("attention", "memory", "reported", "training")
 
 _MOST_RANKS_A_CORE = 8
-# In weak scaling, each rank has a quarter of the samples of strong scaling.
+# In weak scaling, the samples of each rank are a quarter of the samples of strong scaling.
 _PARTS = 4
 
 
@@ -40,14 +40,14 @@ _PARTS = 4
 class Sizes:
     """Sizes of the suite "scaling"."""
 
-    attention: Mapping[str, int]  # T of strong scaling by pattern; in weak scaling, half per rank
-    memory: Mapping[str, int]  # T by pattern
+    attention: Mapping[str, int]  # pattern -> T in strong scaling; in weak scaling half per rank
+    memory: Mapping[str, int]  # pattern -> T
     reported: Sequence[tuple[int, int]]  # (B, T) of a published table of dilated attention
     training: Sequence[TrainingCase]  # cases of strong scaling
 
 
 def _training_cases(batch: int, tokens: int, context: int, width: int) -> list[TrainingCase]:
-    """Return cases of many samples for data parallelism, and of one and two for a context."""
+    """Return cases with `batch` samples (data parallel), and with one and two (context)."""
     shapes = [("replicated", batch, tokens), ("fsdp2", batch, tokens)]
     shapes += [("context", 1, context), ("context", 2, context // 2)]
     return [TrainingCase(*shape, width=width) for shape in shapes]
@@ -68,7 +68,7 @@ QUICK_SIZES = Sizes(
 
 
 def _is_possible(case: AttentionCase, ranks: int) -> bool:
-    """Whether the case's mode exists on `ranks` ranks, and differs from "ring" there."""
+    """Whether `ranks` ranks support the case's mode; on one rank only "ring" is measured."""
     if ranks == 1:
         return case.mode == "ring"
     return case.mode != "ulysses" or case.heads >= ranks
@@ -93,7 +93,7 @@ class _Sections:
         request: Request,
         scaling: str = "strong",
     ) -> Iterator[Row]:
-        """Yield rows of cases, which take turns; in weak scaling their T is that of one rank."""
+        """Yield rows of cases, which take turns; in weak scaling their T counts per rank."""
         tokens = cases[0].tokens
         given: dict[str, Any] = {"tokens_alone": tokens}
         given["effort"] = None if section == "memory" else request.calls
@@ -137,7 +137,7 @@ class _Sections:
         for ranks in self.ranks:
             for whole in self._sizes(request).training:
                 if ranks == 1 and whole.scheme == "fsdp2":
-                    continue  # on one rank the same as replicated
+                    continue  # on one rank this is the same as "replicated"
                 cases = [("strong", whole, whole)]
                 if whole.scheme != "context":
                     part = replace(whole, batch=max(1, whole.batch // _PARTS))
@@ -171,7 +171,7 @@ def _case(row: Mapping[str, Any]) -> str:
     return f"{_scheme(row)}, B {config['batch']}, T {config['tokens']}"
 
 
-# Cells that are computed, by header.
+# Header of a column -> function that computes a row's cell.
 _COMPUTED: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     **dict((P, EFFICIENCY, *OVER_PLAIN)),
     "pattern": _spread,
@@ -219,9 +219,9 @@ def scaling_suite(
     sizes: Sizes | None = None,
     sections: Sequence[str] = SECTIONS,
 ) -> Suite:
-    """Return the suite "scaling" on these numbers of ranks; only tests pass `sizes`.
+    """Return the suite "scaling" for these numbers of ranks; only tests pass `sizes`.
 
-    With some of the sections, the suite has another name, so that no other files are replaced.
+    If `sections` are not all, the suite's name contains them, so that no other files are replaced.
     """
     for section in sections:
         _validate.one_of(sections=(section, SECTIONS))
@@ -231,7 +231,7 @@ def scaling_suite(
     if max(ranks) > most:
         raise ValueError(
             f"ranks={max(ranks)}: this machine has {usable_cores()} cores, too few for more than "
-            f"{most} ranks; pass fewer"
+            f"{most} ranks; pass fewer ranks"
         )
     tables = {name: columns(_TABLES[name], computed=_COMPUTED) for name in sections}
     return Suite(

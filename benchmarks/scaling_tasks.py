@@ -1,4 +1,4 @@
-"""Attention, its memory and private training steps, as each rank of a benchmark runs them.
+"""The functions that each rank of a benchmark runs: attention, its memory, private training.
 
 Each function runs on all ranks at once and returns plain values. Letters: B samples, T tokens, H
 heads, D head dim, P ranks.
@@ -50,17 +50,17 @@ MODES = ("ring", "all_gather", "ulysses")
 
 _DTYPE = torch.float32
 _TOLERANCE = 1e-4
-# T of the smaller attention calls and training steps that are compared with one process.
+# T of the smaller attention calls and training steps whose results are compared with one process.
 _CHECKED_ATTENTION, _CHECKED_TOKENS = 2051, 64
 
 
 def _sgd(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    # The learning rate is small: noise must not make weights so large that arithmetic is slow.
+    # A small learning rate, so that noise does not make weights so large that arithmetic is slow.
     return torch.optim.SGD(parameters, lr=1e-3)
 
 
 def spread(pattern: str, sharding: str) -> str:
-    """Return the name of one of SPREADS."""
+    """Return the name of a (pattern, sharding) of SPREADS."""
     return pattern if sharding == "contiguous" else f"{pattern}, {sharding}"
 
 
@@ -68,22 +68,22 @@ def spread(pattern: str, sharding: str) -> str:
 class AttentionCase:
     """One call of `ring_attention` by all ranks."""
 
-    pattern: str  # of PATTERNS
+    pattern: str  # a key of PATTERNS
     tokens: int  # T, over all ranks
     heads: int = 8
     head_dim: int = 64
     batch: int = 1
     sharding: str = "contiguous"  # or "zigzag"
     mode: str = "ring"  # one of MODES: how keys and values are exchanged
-    backward: bool = True  # the call computes gradients too
+    backward: bool = True  # whether the call computes gradients too
 
 
 @dataclass(frozen=True)
 class TrainingCase:
     """One training step of a LongContextLM by all ranks.
 
-    In scheme "replicated" each rank has the model and some samples, in "fsdp2" a shard of each
-    parameter and some samples, and in "context" the model and some tokens of every sample.
+    With scheme "replicated" each rank has the model and some samples, with "fsdp2" a shard of each
+    parameter and some samples, and with "context" the model and some tokens of every sample.
     """
 
     scheme: str  # "replicated", "fsdp2" or "context"
@@ -98,12 +98,12 @@ class TrainingCase:
 def measure_attention(
     place: Place, cases: Sequence[AttentionCase], tokens_alone: int, effort: Effort | None
 ) -> list[dict[str, Any]]:
-    """Check calls of different modes and time them, in turns with rank 0 alone.
+    """Check calls of different modes and time them, in turns with a call by rank 0 alone.
 
-    Rank 0 alone has `tokens_alone` tokens, while other ranks wait. If `effort` is None, nothing is
-    timed. Each case has "error" (relative) and "correct". A correct case also has "peak_memory_mb"
-    of a call, "tokens", "tokens_alone", the numbers of pairs "edges" and "edges_alone", and if
-    timed "seconds" of each trial and, on several ranks, "alone_seconds".
+    Rank 0 alone computes `tokens_alone` tokens, while the other ranks wait. If `effort` is None,
+    nothing is timed. A dict is returned for each case, with "error" (relative) and "correct". If
+    correct, the dict also has "peak_memory_mb" of a call, "tokens", "tokens_alone", the numbers of
+    pairs "edges" and "edges_alone" and, if timed, "seconds" of each trial and "alone_seconds".
     """
     found = [_checked(place, _attention_error(place, case)) for case in cases]
     steps: dict[str, Step] = {}
@@ -141,13 +141,13 @@ class _Times(NamedTuple):
     """The seconds of each trial of a step."""
 
     wall: list[float]
-    cpu: list[float]  # of all threads of this rank
+    cpu: list[float]  # processor time of all threads of this rank
 
 
 def _timed(
     place: Place, steps: Mapping[str, Step], alone: Callable[[], Step], effort: Effort
 ) -> dict[str, _Times]:
-    """Return the times of steps of all ranks and, on several ranks, of "alone" by rank 0."""
+    """Time the steps of all ranks and, on several ranks, the step "alone" of rank 0."""
     if place.world_size > 1:
         steps = {**steps, "alone": alone() if place.rank == 0 else _wait}
     stopwatch = Stopwatch(place.device, wall=True)
@@ -191,7 +191,7 @@ def attention_step(place: Place, case: AttentionCase) -> Step:
 
 
 def _attention_error(place: Place, case: AttentionCase) -> float:
-    """Return the error of o, dq, dk and dv of a smaller call, compared with one process."""
+    """Return the largest error of o, dq, dk, dv of a smaller call, compared with one process."""
     generator = torch.Generator().manual_seed(0)
     tokens = min(case.tokens, _CHECKED_ATTENTION)
     shape = (1, case.heads, tokens, case.head_dim)
@@ -219,10 +219,10 @@ def measure_training(
 ) -> list[dict[str, Any]]:
     """Check private and plain steps and time them, in turns with private steps by rank 0 alone.
 
-    The result's only item has the keys of `measure_attention` without pairs. "error" is the larger
-    one of a noiseless private step's, against a loop over single samples, and of the plain step's
-    gradients. Further keys are "collectives" and "sent_bytes" of a step (see `SentBytes`) and, on
-    a CPU, "cpu_seconds" of each trial. The plain step's keys begin with "plain_".
+    A list with one dict is returned, whose keys are those of `measure_attention` without pairs.
+    "error" is the larger error of a noiseless private step, compared with a loop over samples, and
+    of the plain step's gradients. Further keys are "collectives" and "sent_bytes" of a step (see
+    `SentBytes`) and, on a CPU, "cpu_seconds". The plain step's keys begin with "plain_".
     """
     with warnings.catch_warnings():
         # dpflash warns if a rank trains alone while others exist.
@@ -260,7 +260,7 @@ def measure_training(
 def _sharded_model(
     place: Place, case: TrainingCase, task: Task
 ) -> tuple[nn.Module, DeviceMesh | None]:
-    """Return a rank's model, and the mesh if there are several ranks."""
+    """Return (this rank's model, mesh); the mesh is None on a single rank."""
     model: Any = task.build()
     if place.world_size == 1:
         return model, None
@@ -276,7 +276,7 @@ def _sharded_model(
 
 
 def plain_step(place: Place, case: TrainingCase, optimize: Optimize = _sgd) -> Step:
-    """Return a step like that of `PrivateTraining`, without privacy, on the mean of losses."""
+    """Return a step without privacy, otherwise like `PrivateTraining.step`, on the mean loss."""
     task = _task(case, place.device)
     model, _ = _sharded_model(place, case, task)
     parallel: Any = getattr(model, "context_parallel", None)
@@ -317,11 +317,11 @@ class PrivateTraining:
             module=model,
             optimizer=optimize(list(model.parameters())),
             data_loader=DataLoader(TensorDataset(task.x, task.y), batch_size=case.batch),
-            sampling="fixed_size",  # each draw has all samples, so that all steps are equal
+            sampling="fixed_size",  # each batch has all samples, so that all steps are equal
             noise_multiplier=noise_multiplier,
             max_grad_norm=MAX_GRAD_NORM,
             grad_sample_mode="instantiate" if case.scheme == "context" else "auto",
-            # Steps are timed without the trials of the first batches.
+            # Steps are timed without the isolation test of the first batches.
             verify_first_batch=False,
         )
 
@@ -348,7 +348,7 @@ def _task(case: TrainingCase, device: torch.device) -> Task:
 
 
 def _small(place: Place, case: TrainingCase) -> TrainingCase:
-    """Return a small case to compare with one process; ranks have equally many samples."""
+    """Return a small case, to compare with one process, with as many samples on each rank."""
     size = place.world_size
     return replace(case, batch=2 * size, tokens=max(_CHECKED_TOKENS, 2 * size))
 

@@ -1,8 +1,8 @@
 """Tests whether a call takes longer than another call, from the times of both.
 
-If trials took turns, the launches of the two processes are independent of each other. Trials of a
-separate run share the state of the machine during that run: they show how far two runs differ, but
-not why. So such a difference counts only if its whole interval is beyond the threshold.
+If trials took turns, the launches of the two processes are independent of each other. Trials of
+separate runs depend on the state of the machine during each run: they show how much two runs
+differ, but not why. So a difference counts only if its whole interval is beyond the threshold.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import scipy.stats
 from .timing import median_interval
 
 CONFIDENCE = 0.95
-# If there are fewer launches, each round counts as independent.
+# With fewer launches, rounds are treated as independent.
 _FEWEST_LAUNCHES = 3
 
 
@@ -26,12 +26,12 @@ class Test:
     """A test of the log of the ratio of new to old times."""
 
     estimate: float
-    interval: tuple[float, float]  # of the estimate
-    p: Mapping[str, float]  # p of no change against "slower", "faster"; empty for separate runs
+    interval: tuple[float, float]  # 95% interval of the estimate
+    p: Mapping[str, float]  # p-values for "slower" and "faster"; empty for separate runs
 
 
 def of_turns(old: np.ndarray, new: np.ndarray, launches: int) -> Test:
-    """Return Student's t test over the launches, or over the rounds if launches are few."""
+    """Return Student's t test over the launches, or over the rounds of fewer than 3 launches."""
     units = np.log(new / old)
     if launches >= _FEWEST_LAUNCHES:
         units = np.median(units.reshape(launches, -1), axis=1)
@@ -47,14 +47,14 @@ def of_turns(old: np.ndarray, new: np.ndarray, launches: int) -> Test:
 
 
 def of_separate_runs(old: np.ndarray, new: np.ndarray) -> Test:
-    """Return the ratio of the medians; its ends are from the far ends of their 95% intervals."""
+    """Return the log of the medians' ratio; its interval uses the far ends of both intervals."""
     (old_low, old_high), (new_low, new_high) = (median_interval(list(x)) for x in (old, new))
     estimate = math.log(np.median(new) / np.median(old))
     return Test(estimate, (math.log(new_low / old_high), math.log(new_high / old_low)), {})
 
 
 def holm(p: Mapping[str, float]) -> dict[str, float]:
-    """Return Holm's adjusted p of each name."""
+    """Return each name's p-value adjusted by Holm's method."""
     adjusted: dict[str, float] = {}
     largest = 0.0
     for number, (name, value) in enumerate(sorted(p.items(), key=lambda item: item[1])):

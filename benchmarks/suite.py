@@ -1,9 +1,9 @@
-"""Runs a benchmark: checks and times what it compares, and writes JSON, a page and a picture.
+"""Runs a benchmark: checks and times calls, and writes the results as JSON, a page and a picture.
 
 A benchmark (`Suite`) is a plan of comparisons. Calls that are compared take turns, so that their
-ratios are right on a shared machine too. A row whose result is wrong, or that cannot run here, has
-a reason in place of figures. The JSON is written again after each comparison, and the page and the
-picture also after Ctrl-C, so that no measurement is lost.
+ratios are right on a shared machine too. If a row's result is wrong, or its call cannot run here,
+the row has a reason in place of figures. The JSON is written again after each comparison, and the
+page and the picture also after Ctrl-C, so that no measurement is lost.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .timing import (
 from .work import Work, measured_roofs, place_under_roofs, trace_call
 
 _MIB = 2**20
-# The fraction of the machine's memory that a call may take on a CPU.
+# The fraction of the machine's memory that a call on a CPU may use.
 _MOST_MEMORY = 0.6
 _SECONDS_TO_PREPARE = 60
 
@@ -58,28 +58,28 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Subject:
-    """A call to be measured, with its check."""
+    """A call to measure, and the check of its result."""
 
     step: Step  # makes one call
     error: Callable[[], float]  # relative error of the result; called before the step is timed
     tolerance: float  # largest error of a correct result
-    tokens: int | None = None  # tokens that one call processes
-    work: Callable[[], Work] | None = None  # returns the work of one call
-    dtype: str = "float32"  # dtype of the matrix products, for the roofs
+    tokens: int | None = None  # number of tokens that one call processes
+    work: Callable[[], Work] | None = None  # returns FLOP and moved bytes of one call
+    dtype: str = "float32"  # dtype of the matrix products, which determines the roof
     figures: Mapping[str, Any] = field(default_factory=dict)  # other columns of the row
     late_figures: Callable[[], Mapping[str, Any]] = dict  # columns known after the last call
 
 
-# Makes a subject from device, seed and a measurement's config, all by keyword.
+# Makes a subject from the keywords device, seed and the config of a measurement.
 Build = Callable[..., Subject]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A row to be measured.
+    """A row to measure.
 
-    `columns` are other columns, such as "section". "peer" is True for another library's code,
-    whose wrong results are reported but are not failures of dpflash.
+    `columns` are other columns, such as "section". The column "peer" is True for the code of other
+    libraries, whose wrong results are reported but are no failures of dpflash.
     """
 
     name: str  # unique name of the row
@@ -93,9 +93,8 @@ class Comparison:
     """One or more measurements that take turns."""
 
     measurements: Sequence[Measurement]
-    baseline: str | None = None  # name of the measurement that speed-ups are relative to
-    # Comparisons of one curve grow in size; those after a too slow comparison are left out.
-    curve: str = ""
+    baseline: str | None = None  # name of the measurement over which speed-ups are computed
+    curve: str = ""  # comparisons of one curve grow in size, and end after a row that is too slow
 
 
 def compared(
@@ -129,13 +128,13 @@ def compared(
 class Request:
     """The options of a run."""
 
-    quick: bool = False  # small sizes and few trials, for a first look
-    device: str = "auto"  # "cpu", "cuda" or "auto": a GPU if there is one
-    threads: int | None = None  # threads of torch on the CPU; None for all
+    quick: bool = False  # whether sizes are small and trials few, for a first look
+    device: str = "auto"  # "cpu", "cuda", or "auto" for a GPU if there is a GPU
+    threads: int | None = None  # number of torch's CPU threads; None for all
     seed: int = 0  # seed of inputs and weights
-    max_seconds: float | None = None  # limit for all calls of a row; None for 60, quick 10
-    traces: bool = False  # write a trace of each row
-    has_progress: bool = True  # show progress on stderr
+    max_seconds: float | None = None  # time limit for all calls of a row; None for 60, quick 10
+    traces: bool = False  # whether to write a trace of each row
+    has_progress: bool = True  # whether to show progress on stderr
     effort: Effort | None = None  # calls of each row; None for 5 + 20, quick 2 + 5
 
     def __post_init__(self) -> None:
@@ -166,25 +165,25 @@ class Request:
         return self.max_seconds or (10.0 if self.quick else 60.0)
 
 
-# A function that measures by itself and makes rows.
+# A function that makes rows by its own measurements.
 Part = Callable[[Request], Iterable[Row]]
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A benchmark."""
+    """A benchmark: the plan of its measurements, and the layout of its page."""
 
     name: str  # name of the files, and on the command line
     title: str  # title of the page
-    about: str  # what is measured, and how to read the page
+    about: str  # text that explains the measurements and how to read the page
     plan: Callable[[Request], Iterable[Comparison | Part]]  # called before anything is measured
     tables: Sequence[Table]
     charts: Sequence[Chart] = ()
     derive: Callable[[Sequence[Row]], Iterable[Row]] = (
         lambda rows: ()
     )  # computes other rows from the measured rows
-    # The parts start ranks of one thread each, which are timed by the wall clock: a rank that
-    # waits uses no processor time.
+    # Whether the parts start ranks, each with one thread. Ranks are timed by the wall clock, since
+    # a rank that waits uses no processor time.
     on_ranks: bool = False
 
 
@@ -250,7 +249,7 @@ def _run(suite: Suite, request: Request, folder: Path) -> dict[str, Any]:
 
 
 def _made(name: str, make: Callable[[], Iterable[Row]]) -> Iterator[Row]:
-    """Yield the rows of a function and, if it raises, a row `name` with the error."""
+    """Yield the rows that `make` returns; if it raises, also a row `name` with the error."""
     try:
         yield from make()
     except Exception as error:
@@ -260,18 +259,18 @@ def _made(name: str, make: Callable[[], Iterable[Row]]) -> Iterator[Row]:
 
 
 def refuse(row: Row, error: Exception) -> None:
-    """Write into a row why it has no figures: what it needs, or that it failed."""
+    """Write the reason why a row has no figures into the row: a requirement, or a failure."""
     if isinstance(error, Unsupported | OutOfTime):
         row["needs"] = str(error)
     elif isinstance(error, OutOfMemory) or is_out_of_memory(error):
         row["needs"] = f"more memory: {str(error).splitlines()[0]}"
     else:
-        # The run goes on with its other rows.
+        # The run continues with its other rows.
         row.update(correct=False, failure=brief(error))
 
 
 def _noting(step: Step, name: str, failed: dict[str, Exception]) -> Step:
-    """Return a step that makes no more calls once it failed, while other steps go on."""
+    """Return a step that makes no more calls after it has failed, and records its error."""
 
     def call() -> None:
         if name not in failed:
@@ -284,7 +283,7 @@ def _noting(step: Step, name: str, failed: dict[str, Exception]) -> Step:
 
 
 class _Checked(NamedTuple):
-    """A subject whose result is correct, and the number of calls for which there is time."""
+    """A subject whose result is correct, and the number of calls that fit the time limit."""
 
     subject: Subject
     effort: Effort
@@ -299,7 +298,7 @@ class Bench:
     roofs: Ceilings
     traces: Path  # folder of the traces
     progress: tqdm[Any]
-    slow: dict[str, str] = field(default_factory=dict)  # name of the too slow row, by curve
+    slow: dict[str, str] = field(default_factory=dict)  # curve -> name of the row that is too slow
 
     def rows(self, comparison: Comparison) -> list[Row]:
         """Return a row for each measurement, in their order."""
@@ -307,7 +306,7 @@ class Bench:
         checked: dict[str, _Checked] = {}
         slow = dict(self.slow)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # printing one takes time
+            warnings.simplefilter("ignore")  # printing a warning takes time
             for measurement in comparison.measurements:
                 self.progress.set_postfix_str(f"{measurement.name}: probing, checking")
                 row = output.row(measurement.name, measurement.config, **measurement.columns)
@@ -349,7 +348,7 @@ class Bench:
         return _Checked(subject, effort)
 
     def _probed(self, measurement: Measurement) -> tuple[_Probed, Effort]:
-        """Return what one call takes, and how many calls fit into the time limit."""
+        """Return the cost of one call, and the number of calls that fit into the time limit."""
         request, limit = self.request, self.request.limit
         given: dict[str, Any] = {
             "build": measurement.build,
@@ -420,7 +419,7 @@ class Bench:
 
 
 def too_slow(reason: str, limit: float) -> str:
-    """Return the reason of a row whose minimum number of calls exceeds the time limit."""
+    """Return the reason for a row whose smallest number of calls exceeds the time limit."""
     return (
         f"a faster device or a higher --max-seconds: {reason}, and a warm-up and 3 trials do not "
         f"fit into the {limit:g} s of a row"
@@ -450,7 +449,7 @@ def _probe(build: Build, device: str, seed: int, config: Mapping[str, Any]) -> _
 
 
 def has_figures(found: Mapping[str, Any]) -> bool:
-    """Whether any row was timed or is correct."""
+    """Whether at least one row was timed or is correct."""
     return any(row["correct"] is True or row["median_ms"] is not None for row in found["rows"])
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .suite import Suite
 
-# What each measures, in the order in which `all` runs them; `_MODULES.get(name, name)`.
+# Suite -> the quantities that it measures, in the order in which `all` runs the suites.
 SUITES = {
     "variants": "time, memory and held-out loss of attention as published reports name it",
     "attention": "time and memory of all patterns by length, beside SDPA and FlexAttention",
@@ -23,7 +23,7 @@ SUITES = {
     "ranks": "throughput and efficiency of private training over numbers of ranks",
     "scaling": "attention, its memory and private training on several ranks",
 }
-# MODULE:ATTRIBUTE of a suite; else its name and SUITE.
+# Suite -> MODULE:ATTRIBUTE; the default is the suite's name and SUITE.
 _MODULES = {
     "sequence": "growth:SEQUENCE",
     "batch": "growth:BATCH",
@@ -35,7 +35,7 @@ _MODULES = {
 
 
 def suite_named(name: str) -> Suite:
-    """The suite of a name of SUITES, or of "scaling-SECTION", some of its sections."""
+    """Return the suite with a name in SUITES, or some sections of it by "scaling-SECTION"."""
     if name.startswith("scaling-"):
         from .scaling import scaling_suite
 

@@ -1,4 +1,4 @@
-"""Times calls in turns; medians of the trials with 95% intervals, outliers left out."""
+"""Times calls in turns, and computes medians with 95% intervals, without outliers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _Trial = TypeVar("_Trial")
 HIGH_VARIANCE = 0.1  # a coefficient of variation above this is high
 FEWEST_TRIALS = 3
 _FENCES = 1.5  # distance of Tukey's fences from the quartiles, in interquartile ranges
-# More bytes than the last cache of a GPU holds. Overwriting them several times before each call
-# takes some milliseconds, in which the host queues the timed call.
+# More bytes than a GPU's last-level cache holds. Overwriting them several times before each call
+# takes some milliseconds, during which the host queues the timed call.
 _FLUSHED_BYTES = 2**28
 _FLUSHES = 32
 
@@ -40,7 +40,7 @@ class Effort:
     def within(self, seconds: float, limit: float) -> Effort | None:
         """Return this effort if its calls, of `seconds` each, fit into `limit`, else fewer calls.
 
-        These are 1 warm-up and 3 to 23 trials; None if they do not fit either.
+        The fewer calls are 1 warm-up and 3 to 23 trials. Return None if 3 trials do not fit.
         """
         if seconds * self.calls <= limit:
             return self
@@ -54,12 +54,12 @@ QUICK = Effort(warm_ups=2, trials=5)
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of the trials of one call, without those beyond Tukey's fences."""
+    """Statistics of the trials of one call, without trials beyond Tukey's fences."""
 
     median_ms: float
-    # The 95% interval of the median by order statistics; with fewer than 6 trials their range.
+    # The 95% interval of the median by order statistics; the range if there are fewer than 6.
     ci95_ms: tuple[float, float]
-    cv: float | None  # standard deviation over mean; None for a single trial
+    cv: float | None  # standard deviation / mean; None for a single trial
     trials: int  # number of timed calls
     outliers: int  # number of trials that were left out
 
@@ -75,7 +75,7 @@ class Statistics:
 
 
 def within_fences(values: Sequence[float]) -> list[float]:
-    """Return the values that are at most 1.5 interquartile ranges beyond the quartiles (Tukey)."""
+    """Return the values at most 1.5 interquartile ranges beyond the quartiles (Tukey's fences)."""
     low, high = np.quantile(values, [0.25, 0.75])
     reach = _FENCES * scipy.stats.iqr(values)
     return [value for value in values if low - reach <= value <= high + reach]
@@ -101,7 +101,7 @@ def summarize(seconds: Sequence[float]) -> Statistics:
 
 
 def columns(seconds: Sequence[float], *, is_short: bool) -> dict[str, Any]:
-    """Return the columns of a row for its trials.
+    """Return the columns of a row for the seconds of its trials.
 
     If `is_short`, fewer calls than requested were made because they are slow; the row then has
     the range of its trials in place of an interval.
@@ -116,9 +116,9 @@ def columns(seconds: Sequence[float], *, is_short: bool) -> dict[str, Any]:
 class Stopwatch:
     """Measures the seconds of a call, by a clock that depends on the device.
 
-    On a GPU the clock is CUDA events, and the L2 cache is overwritten before each call. With one
-    CPU thread it is process time, which other jobs disturb less. With several threads, or if
-    `wall` is set because processes wait for each other, it is the wall clock.
+    On a GPU, CUDA events are used, and the L2 cache is overwritten before each call. With one CPU
+    thread, process time is used, which other jobs disturb less. With several threads, or if `wall`
+    is set because processes wait for each other, the wall clock is used.
     """
 
     def __init__(self, device: torch.device, *, wall: bool = False):
@@ -153,9 +153,9 @@ def time_steps(
     stopwatch: Callable[[Step], _Trial],
     before: Step = lambda: None,
 ) -> dict[str, list[_Trial]]:
-    """Return what the stopwatch returns, such as seconds, for each trial of each call.
+    """Return the stopwatch's result, such as seconds, for each trial of each call.
 
-    Calls take turns (A B C, B C A, ...), so that the machine's speed affects all of them equally.
+    Calls take turns (A B C, B C A, ...), so that the machine's speed affects all calls equally.
     `before`, such as a barrier of several ranks, is called before each call and is not timed.
     """
     names = list(steps)
@@ -178,7 +178,7 @@ def time_call(
     Args:
         call: a function without arguments.
         trials: number of timed calls, at least 1.
-        warm_ups: number of untimed calls before them.
+        warm_ups: number of untimed calls before the trials.
         device: "cpu" or "cuda"; the time of a call includes the work that it queues on a GPU.
 
     Returns:
@@ -198,7 +198,7 @@ def time_call(
 
 
 def usable_device(device: str) -> torch.device:
-    """Return the device of a name such as "cuda:1"; ValueError if torch does not find it."""
+    """Return the device with a name such as "cuda:1"; ValueError if torch does not find it."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
@@ -215,7 +215,7 @@ class Ratio(NamedTuple):
     """The median speed-up of a call over another call that took turns with it."""
 
     median: float
-    ci95: tuple[float, float]  # of the median, by order statistics
+    ci95: tuple[float, float]  # 95% interval of the median, by order statistics
 
 
 def speedup(own: Sequence[float], other: Sequence[float]) -> Ratio:

@@ -1,4 +1,4 @@
-"""The suite "variants": attention variants by the names of published tables.
+"""The suite "variants": attention variants named as in published tables.
 
 Letters: B samples, H heads, T tokens.
 """
@@ -30,7 +30,7 @@ from .suite import Comparison, Part, Request, Subject, Suite, compared
 class Variant:
     """The attention that is measured under a name of published tables."""
 
-    pattern: Callable[[int, bool], Pattern]  # (T, causal) to the pattern; may raise `Unsupported`
+    pattern: Callable[[int, bool], Pattern]  # of (T, causal); may raise `Unsupported`
     operator: str = "dpflash"  # one of `peers.OPERATORS`
 
 
@@ -70,7 +70,7 @@ _SPARSE = [name for name in VARIANTS if name.startswith("Sparse")]
 
 
 def variant_subject(*, variant: str, causal: bool, **given: Any) -> Subject:
-    """Return a call of one of VARIANTS."""
+    """Return the subject that calls one of VARIANTS."""
     if variant not in VARIANTS:
         raise ValueError(f"variant={variant!r}: expected one of {', '.join(VARIANTS)}")
     found = VARIANTS[variant]
@@ -85,7 +85,7 @@ SEGMENTS = {
 
 
 def segments_subject(*, segments: str, **given: Any) -> Subject:
-    """Return a call of dilated attention with one of SEGMENTS."""
+    """Return the subject that calls dilated attention with one of SEGMENTS."""
     lengths, rates = SEGMENTS[segments]
     return dilated_subject(segment_lengths=lengths, dilation_rates=rates, **given)
 
@@ -101,14 +101,14 @@ _REPORTED = (
 )
 # T, B and H of the published tables, whose text does not state the last H.
 _SIZES = {"small": (2048, 2, 8), "medium": (8192, 1, 8), "large": (16384, 1, 12)}
-# Long enough for each pattern to differ from dense attention, with one head per segment length.
+# T is long enough for each pattern to differ from dense attention; one head per segment length.
 _QUICK_SIZES = {"quick": (3072, 1, 3)}
 
 
 def _plan(request: Request) -> Iterator[Comparison | Part]:
     is_cuda, small = request.where.type == "cuda", is_small(request)
     yield from _reports(request)
-    # A shorter sequence has too few blocks to leave out 90% of the pairs.
+    # In a shorter sequence there are too few blocks to leave out 90% of the pairs.
     size = (6400, 1, 1) if small else (8192, 1, 8 if is_cuda else 4)
     given = shape(request, "forward+backward", *size, causal=True)
     yield _beside_first("sparse", ["Dense", *_SPARSE], given)
@@ -125,7 +125,7 @@ def _plan(request: Request) -> Iterator[Comparison | Part]:
 
 
 def _beside_first(section: str, variants: Sequence[str], given: Mapping[str, Any]) -> Comparison:
-    """Compare variants at one size; speed-ups are over the first."""
+    """Compare variants at one size; speed-ups are over the first variant."""
     place = f"{section}/T{given['tokens']}/{given['direction']}"
     own = (place, variant_subject, "variant", variants, given, section, variants[0])
     return compared(*own, peers=["SDPA"])

@@ -1,10 +1,10 @@
 """Measures two checkouts on one machine, in turns, call by call.
 
-Each checkout has a process of its own that imports its dpflash. The two processes take turns
-(A B, B A, ...) on the same CPU and are timed by their process time on one thread, so that whatever
-slows the machine or that CPU slows both. A launch is a pair of fresh copies of these processes, on
-the next CPU. The layout of data in memory differs between launches, so the comparison counts
-launches, not rounds. All copies of a process share the layout of its code. It makes equal code
+Each checkout has its own process, which imports the checkout's dpflash. The two processes take
+turns (A B, B A, ...) on the same CPU and are timed by their process time on one thread, so that a
+slower machine or CPU slows both. A launch is a pair of fresh copies of these processes, on the
+next CPU. The layout of data in memory differs between launches, so the comparison counts launches,
+not rounds. All copies of a process share the layout of its code. This layout makes equal code
 differ by one to three percent, which the intervals do not cover: they contained the ratio 1 in 44
 of 60 rows of equal code, not in 95%. The threshold covers this difference.
 
@@ -40,7 +40,7 @@ from .versus_worker import JOBS
 
 Row = dict[str, Any]
 
-# Launches, and rounds per launch.
+# (launches, rounds per launch).
 FULL, QUICK = (8, 6), (4, 3)
 _PACKAGES = ("kernels", "accounting")
 _HARNESS = {"versus_worker.py": "worker.py", "memory.py": "memory.py"}
@@ -48,7 +48,7 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM
 
 
 class WorkerError(ValueError):
-    """Raised if a checkout's process ended before it answered."""
+    """Raised if the process of a checkout ended before it answered."""
 
 
 def run_versus(
@@ -61,11 +61,11 @@ def run_versus(
     rounds: int = FULL[1],
     has_progress: bool = True,
 ) -> int:
-    """Measure two checkouts in turns, write OLD.json and NEW.json, and compare them.
+    """Measure two checkouts in turns, write OLD.json and NEW.json, and compare the two files.
 
-    Measures the `versus_worker.JOBS` of the dpflash that runs this, not those of the checkouts. A
-    row is wrong if the new checkout's result differs from the old one's. Returns what
-    `compare.run_compare` returns, whose tests are over launches if there are 3 or more.
+    The measured jobs are the `versus_worker.JOBS` of the dpflash that runs this function, not of
+    the checkouts. A row is wrong if the new checkout's result differs from the old checkout's.
+    Returns the result of `compare.run_compare`, which tests over launches if there are 3 or more.
     """
     _validate.positive_int(launches=launches, rounds=rounds)
     if launches * rounds < 2:
@@ -116,7 +116,7 @@ def _copy_harness(folder: Path) -> Path:
 
 
 def _copy_sources(checkout: Path, folder: Path) -> Path:
-    """Copy the three packages that a checkout maps to dpflash into one tree, and return it."""
+    """Copy the three packages of a checkout's dpflash into one tree, and return the tree."""
     packages = [f"{name}/__init__.py" for name in ("dpflash", *_PACKAGES)]
     missing = [file for file in packages if not (checkout / file).is_file()]
     if missing:
@@ -162,7 +162,7 @@ def _launch(
 def _cpu(launch: int) -> int | None:
     """Return the CPU for both processes of a launch, or None to let the system choose.
 
-    One CPU can be slower than another for minutes, if other jobs run on its core.
+    A CPU can be slower than others for minutes, if other jobs run on its core.
     """
     if not hasattr(os, "sched_getaffinity"):
         return None
@@ -179,14 +179,14 @@ def _runs(row: Row) -> bool:
 
 
 def _take(row: Row, built: dict[str, Any]) -> None:
-    """Write the answer to a build into the row; the peak is the smallest of all launches."""
+    """Write the answer to a "build" command into the row; keep the least peak of all launches."""
     row.update({key: built[key] for key in ("needs", "tolerance") if key in built})
     peaks = (row["peak_memory_mb"], built.get("peak_memory_mb"))
     row["peak_memory_mb"] = min((peak for peak in peaks if peak is not None), default=None)
 
 
 def _compare_results(old: Row, new: Row, scratch: Path) -> None:
-    """Mark the new checkout's row as correct if its result is that of the old checkout."""
+    """Mark the new checkout's row as correct if its result equals the old checkout's."""
     old["correct"] = True if old["needs"] is None else None
     if old["needs"] or new["needs"]:
         new["needs"] = new["needs"] or "a result of the old checkout"

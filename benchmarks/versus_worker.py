@@ -3,7 +3,7 @@
 `versus` copies this file and `memory` from its own dpflash and runs them with the dpflash of a
 checkout. So this file uses only exported names, which older versions have too.
 
-Each line of JSON on stdin is a command, and a line on stdout its answer, read before the next one:
+Each line of JSON on stdin is a command; its answer is a line on stdout. The commands are:
 ``{"do": "launch", "cpu": C}`` begins a launch on CPU C, or on any CPU for null (answer ``{}``).
 ``{"do": "build", "name": N, "result": FILE}`` answers with tolerance and peak_memory_mb, or with
 needs, and saves the result unless FILE is null. ``{"do": "time", "name": N}`` answers with the
@@ -37,16 +37,16 @@ from .memory import peak_growth
 Step = Callable[[], object]
 
 WARM_UPS = 2
-PROVING = 64  # samples after which the trials of the first batches have ended
+PROVING = 64  # number of samples after which the isolation test of the first batches has ended
 
 
 @dataclass(frozen=True)
 class Job:
-    """A call, its result, and the tolerance for the result of the other checkout."""
+    """A call, its result, and the tolerance for the other checkout's result."""
 
     step: Step
     result: Callable[[], list[Tensor]]
-    tolerance: float  # relative error of each tensor
+    tolerance: float  # allowed relative error of each tensor
 
 
 def attention(pattern: str, tokens: int, heads: int, head_dim: int, **rules: Any) -> Job:
@@ -84,7 +84,7 @@ def private_step(
         )
 
     def epoch(kind: Callable[..., Any], lr: float, noise_multiplier: float) -> Any:
-        """Return the model, and a function that trains on all samples, the loader's one draw."""
+        """Return the model, and a function that trains on one logical batch of all samples."""
         module = model()
         engine = dpflash.PrivacyEngine()
         made, optimizer, loader = engine.make_private(
@@ -105,13 +105,13 @@ def private_step(
         return made, train
 
     _, step = epoch(torch.optim.AdamW, 1e-3, 1.0)
-    # Run the trials of the first batches before any step is timed.
+    # Run the isolation test of the first batches before any step is timed.
     for _ in range(PROVING // batch):
         step()
 
     def clipped() -> list[Tensor]:
-        # All versions can report the change of the parameters. At this learning rate it is large
-        # compared with the rounding of the parameters.
+        # The change of the parameters is available in all versions. At this learning rate it is
+        # large compared with the rounding of the parameters.
         module, train = epoch(torch.optim.SGD, 1024.0, 0.0)
         before = [p.detach().clone() for p in module.parameters()]
         train()
@@ -121,7 +121,7 @@ def private_step(
 
 
 def epsilon_query(accountant: str, phases: int, steps: int) -> Job:
-    """Return a job of epsilon at delta 1e-5 of phases of different noise; no cache helps it."""
+    """Return a job that computes epsilon at delta 1e-5, of phases with different noise."""
     calls = itertools.count()
 
     def query(shift: float) -> float:
@@ -175,7 +175,7 @@ JOBS: Mapping[str, tuple[Callable[..., Job], Mapping[str, Any]]] = {
 
 
 def build(name: str, result: str | None) -> tuple[Step | None, dict[str, Any]]:
-    """Return a call after its warm-up, and columns of its row."""
+    """Return a job's call after its warm-up (None if it fails), and columns of its row."""
     function, config = JOBS[name]
     try:
         job = function(**config)
@@ -184,7 +184,7 @@ def build(name: str, result: str | None) -> tuple[Step | None, dict[str, Any]]:
         peak = peak_growth(job.step, torch.device("cpu"))
         if result is not None:
             torch.save(job.result(), result)
-    # An older checkout may lack what is measured, or raise any exception.
+    # An older checkout may lack the function that is measured, and raise any exception.
     except Exception as reason:
         return None, {"needs": f"{type(reason).__name__}: {str(reason).splitlines()[0][:200]}"}
     return job.step, {"peak_memory_mb": peak, "tolerance": job.tolerance}
@@ -218,7 +218,7 @@ def serve(commands: IO[str], answers: IO[str]) -> None:
 
 
 def main() -> None:
-    """Import once; each launch is a copy of this process."""
+    """Serve launches until stdin ends; each launch is a forked copy of this process."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other code's prints must not look like answers
     warnings.filterwarnings("ignore")

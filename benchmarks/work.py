@@ -27,24 +27,24 @@ from .timing import Effort, Step, Stopwatch, time_steps
 
 _CPU = torch.device("cpu")
 _KERNELS = 439  # kernels in a step of a model of two blocks, counted by `dpflash.clipping.tape`
-_LONG_ENOUGH = 0.02  # seconds that the timed product takes at least
+_LONG_ENOUGH = 0.02  # smallest duration of a timed product, in seconds
 # Two roofs within this factor of each other are called balanced.
 _BALANCED = 1.25
 # A call below this fraction of its roof is bound by overhead, which the roofs do not measure.
 _FAR_BELOW = 0.5
-# A call that takes at least this fraction of the device's memory is bound by memory capacity.
+# A call that uses at least this fraction of the device's memory is bound by memory capacity.
 _FULL = 0.8
 
 
 class Work(NamedTuple):
     """The work of a call."""
 
-    flops: float  # FLOP of matrix products and attention's pairs, without additions
-    moved_bytes: float  # bytes of inputs and outputs, once for each torch operation
+    flops: float  # FLOP of matrix products and of attention's pairs; other operations count 0
+    moved_bytes: float  # bytes of inputs and outputs, summed over torch operations
 
 
 def count_work(call: Callable[[], object]) -> Work:
-    """Make one call and count its work.
+    """Make one call, and count its FLOP and moved bytes.
 
     Each pair of attention's pattern counts 4 D FLOP in the forward and 10 D in the backward, or
     2 (D + E) and 6 D + 4 E if the values have another head dim E.
@@ -82,8 +82,8 @@ def _is_view(func: Any) -> bool:
 def measured_roofs(device: torch.device, *, quick: bool = False) -> Ceilings:
     """Measure FLOP/s and bytes/s of the device, with the threads of this process.
 
-    FLOP/s are those of the median product of square matrices, bytes/s those of the median copy.
-    "tf32" is float32 with TF32 allowed; dtypes that the device cannot multiply are left out.
+    FLOP/s are measured by products of square matrices, bytes/s by copies; both are medians. "tf32"
+    is float32 with TF32 allowed; dtypes that the device cannot multiply are left out.
     """
     is_cuda, trials = device.type == "cuda", 3 if quick else 20
     largest, elements = (8192, 2**28) if is_cuda else (4096, 2**26)
@@ -120,7 +120,7 @@ def measured_roofs(device: torch.device, *, quick: bool = False) -> Ceilings:
 def measured_ceilings() -> Ceilings:
     """Measure the roofs of this CPU, the rates of attention and noise, and a small kernel's time.
 
-    Each figure comes from the median of some calls.
+    Each figure is computed from the median time of several calls.
     """
     stopwatch, tokens, heads, width = Stopwatch(_CPU), 1024, 4, 64
     q, k, v = (torch.randn(1, heads, tokens, width, requires_grad=True) for _ in range(3))
@@ -168,9 +168,9 @@ def place_under_roofs(
     """Return the roofline columns of a row (Williams et al., CACM 52(4), 2009), for one call.
 
     "roof" is the lower roof, "compute" or "memory"; "roof_fraction" is the achieved rate over the
-    rate that it allows. "bound" is "memory_capacity" if four fifths of the device's memory are
-    used, else "overhead" if less than half of the roof is reached, else "balanced" if the roofs
-    are within a quarter of each other, else "compute_bound" or "memory_bandwidth" by the roof.
+    rate that the roof allows. "bound" is "memory_capacity" if four fifths of the device's memory
+    are used, else "overhead" if less than half of the roof is reached, else "balanced" if the
+    roofs are within a quarter of each other, else "compute_bound" or "memory_bandwidth".
     """
     compute = work.flops / roofs.rate(dtype)
     memory = work.moved_bytes / roofs.bandwidth

@@ -2,12 +2,12 @@
 
     python benchmarks/scripts/audit_figures.py --out benchmarks/results/audit.json
 
-Bounds come from honest runs at delta 1e-5 and epsilon 1, 2, 4 and 8: 100,000 scores without
-subsampling (1,000 canaries, 100 releases), and 4,000 and a million canaries over 256 releases with
-Poisson sampling at rate 1/8. Seconds are CPU time of one thread.
+`--part bounds` measures bounds of honest runs at delta 1e-5 and epsilon 1, 2, 4 and 8: 100,000
+scores without subsampling (1,000 canaries, 100 releases), and 4,000 and a million canaries over
+256 releases with Poisson sampling at rate 1/8. Seconds are CPU time of one thread.
 `--part power` runs every seeded bug of `tests/dpflash/audit/seeded_bugs.py` 20 times and an honest
 audit 100 times; `--part ranks` runs the bugs of two ranks 20 times. `--bug NAME` measures only the
-rows of one bug again ("none" for honest audits).
+rows of one bug again; NAME is "none" for honest audits.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 BUGS = ROOT / "tests" / "dpflash" / "audit"
 PARTS = ("bounds", "power", "ranks")
 DELTA, EPSILONS = 1e-5, (1.0, 2.0, 4.0, 8.0)
-# Name -> (sample rate, releases, canaries, runs).
+# Name of a claim -> (sample rate, releases, canaries, runs).
 BOUNDS = {
     "100,000 scores, no subsampling": (1.0, 100, 1000, 3),
     "4,000 canaries, Poisson 1/8, 256 releases": (0.125, 256, 4000, 3),
     "1,000,000 canaries, Poisson 1/8, 256 releases": (0.125, 256, 1_000_000, 1),
 }
-# (sample rate, releases) of the runs of `power`, and their canaries and noise multiplier.
+# Settings of `power`: name -> (sample rate, releases); number of canaries; noise multiplier.
 POWER, CANARIES, NOISE = {"no subsampling": (1.0, 4), "Poisson 1/8": (0.125, 16)}, 300, 1.0
 OF_SAMPLING = ("shuffling", "sampling rate 1.1 times the claimed")
 
 
 def audited(rate: float, steps: int, noise: float, bug: str | None = None) -> Audited:
-    """Return the audited settings; a bug applies only in the processes of ranks."""
+    """Return the audited settings; `bug` applies only in the processes of ranks."""
     settings = auditable(
         PrivacyConfig(max_grad_norm=1.0, noise_multiplier=noise),
         PerformanceConfig(),
@@ -97,7 +97,7 @@ def bounds() -> list[dict[str, Any]]:
 
 
 def power(bug_runs: int, honest_runs: int, only: list[str] | None) -> list[dict[str, Any]]:
-    """Count the audits of one process that refute the claim, for each bug and without one."""
+    """Count the audits on one process that refute the claim, for each bug and without bugs."""
     sys.path.insert(0, str(BUGS))
     import seeded_bugs
 
@@ -106,7 +106,7 @@ def power(bug_runs: int, honest_runs: int, only: list[str] | None) -> list[dict[
         if only and name not in only:
             continue
         for setting, (rate, steps) in POWER.items():
-            # Bugs of sampling need subsampling; other bugs run without it.
+            # Bugs of sampling need subsampling; other bugs run without subsampling.
             if bug is not None and (name in OF_SAMPLING) != (rate < 1):
                 continue
             reports: list[AuditReport] = []
@@ -123,7 +123,7 @@ def power(bug_runs: int, honest_runs: int, only: list[str] | None) -> list[dict[
 
 
 def ranks(bug_runs: int) -> list[dict[str, Any]]:
-    """Count the probes of two ranks that refute the claim, for each bug and without one."""
+    """Count the probes of two ranks that refute the claim, for each bug and without bugs."""
     sys.path.insert(0, str(BUGS))
     os.environ["PYTHONPATH"] = str(BUGS)
     import seeded_bugs

@@ -1,6 +1,6 @@
 """Measures the cost of banded noise: a private step's time over that with independent noise.
 
-The steps take turns in one process with one thread, timed by process time. Draws have one size.
+The steps take turns in one process with one thread, timed by process time, on equal batch sizes.
 
     python benchmarks/scripts/banded_time.py --json benchmarks/results/DEVICE/banded.json
 """
@@ -26,7 +26,7 @@ from dpflash.bench.timing import Effort, Stopwatch, speedup, summarize, time_ste
 from dpflash.noise import Banded
 from dpflash.sampling import CyclicPoissonBatchSampler, PoissonBatchSampler
 
-VOCABULARY, WIDTH, LAYERS, HEADS = 256, 256, 2, 8  # of the suite "private-step"
+VOCABULARY, WIDTH, LAYERS, HEADS = 256, 256, 2, 8  # the model of the suite "private-step"
 BATCH, TOKENS, BANDS = 4, 2048, (4, 16)
 PARTS = max(BANDS)
 
@@ -68,7 +68,7 @@ def _draw(sampler: Any, index: int) -> list[int]:
 
 
 def measured(effort: Effort, *, batch: int = BATCH, tokens: int = TOKENS) -> list[dict[str, Any]]:
-    """Return a row for each number of bands: its time over that of independent noise."""
+    """Return a row for each number of bands: the step's time over that of independent noise."""
     with (
         patch.object(PoissonBatchSampler, "draw", _draw),
         patch.object(CyclicPoissonBatchSampler, "draw", _draw),

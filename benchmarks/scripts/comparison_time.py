@@ -1,8 +1,8 @@
-"""Measures the cost of a private step's comparisons and of its trials.
+"""Measures the cost of a private step's comparisons and of its isolation tests (trials).
 
 Comparisons of batches, weights and options, and seeding, are timed within ordinary steps, after
-the trials of the first batches. A step with trials is divided by a step without; all draws have
-one size. All times are CPU times of the thread, which other processes disturb little.
+the trials of the first batches. The time of a step with trials is divided by that of a step
+without trials; all logical batches have the same size. Times are CPU times of the thread.
 
     python benchmarks/scripts/comparison_time.py --json benchmarks/results/DEVICE/comparisons.json
 """
@@ -54,12 +54,12 @@ COMPARISONS: list[tuple[Any, Callable[..., Any]]] = [
     (LoopSeeds, LoopSeeds.seed),
     (LoopSeeds, LoopSeeds.end),
 ]
-# dpflash compares contents in one of EVERY steps.
+# dpflash compares the contents of weights in one of EVERY steps.
 STEPS, WARM_UP, ENTRIES, VOCABULARY = EVERY, 10, 1024, 256
 
 
 def language_model(width: int = 256, layers: int = 2, dropout: float = 0.0) -> nn.Module:
-    """Return a language model, by default that of the suite "private-step"."""
+    """Return a language model; the default is the model of the suite "private-step"."""
     return dpflash.nn.LongContextLM(
         VOCABULARY, width, layers, 8, max_seq_len=256, tie_embeddings=False, dropout=dropout
     )
@@ -86,7 +86,7 @@ FIRST, RELEASES = 2, 40
 
 
 def measured(make: Callable[[], nn.Module], batch: int, tokens: int, steps: int) -> dict[str, Any]:
-    """Return the milliseconds of a step, and the fraction of it that each comparison takes."""
+    """Return the milliseconds of a step, and the fraction of them that each comparison takes."""
     engine, model, optimizer, loader = private(make, batch, tokens)
     batches = endless(loader)
     spent: dict[str, float] = {}
@@ -156,7 +156,7 @@ def with_trials(
 
 
 def _time(owner: Any, function: Callable[..., Any], spent: dict[str, float]) -> None:
-    """Replace a function of `owner` by one that adds its time to `spent`."""
+    """Replace a function of `owner` by a wrapper that adds its time to `spent`."""
     spent[key := f"{owner.__name__}.{function.__name__}"] = 0.0
 
     @functools.wraps(function)

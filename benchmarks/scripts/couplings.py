@@ -1,4 +1,4 @@
-"""Loops and models in which a sample's gradient depends on other samples, with a strength a."""
+"""Loops and models that couple samples: a gradient depends on others with strength a, 0 to 1."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _scores(r):
     return (r - r.mean(0)) / (r.std(0, correction=0) + 0.1)
 
 
-# Functions that couple the losses of a batch, for all layouts.
+# Couplings of the losses of a batch, for all layouts: functions of (losses, detached losses, a).
 OF_LOSSES = {
     "losses plus a mean": lambda losses, r, a: losses + a * r.mean(),
     "losses times a mean": lambda losses, r, a: losses * (1 + a * r.mean()),
@@ -53,7 +53,7 @@ def _routed(h, a):  # two experts have a capacity of a third of all rows each
     return h * (1 - a * (place > max(1, len(place) // 3)).to(h)).view(h.shape[:-1])[..., None]
 
 
-def _seen(h, a):  # attends to all earlier tokens of a row, of other documents too
+def _seen(h, a):  # attends to all earlier tokens of a row, also those of other documents
     count = torch.arange(1, h.shape[1] + 1).to(h)[:, None]
     return h + a * (h.detach().cumsum(1) / count - h.detach())
 
@@ -77,7 +77,7 @@ class Mix(nn.Module):
 
 
 class Net(nn.Module):
-    """Returns hidden values and logits of vectors, padded texts (token means) or packed tokens."""
+    """Returns (hidden values, logits) of vectors, of padded texts (means) or of packed tokens."""
 
     def __init__(self, layout, kind, a):
         super().__init__()
@@ -135,7 +135,7 @@ def _of_vectors(net, x, y, kind, a):
     return losses
 
 
-DECLARED = ("class weights", "declared mean, padding")  # by loss_reduction="mean"
+DECLARED = ("class weights", "declared mean, padding")  # with loss_reduction="mean"
 KINDS = {  # kind -> layouts
     **dict.fromkeys((*OF_LOSSES, *OF_ROWS, "state"), (*VECTORS, "text", "packed")),
     **dict.fromkeys(("inputs", "mixup", "targets rolled", "hard triplets"), VECTORS),
@@ -156,9 +156,9 @@ class Run:
     """A training run of one of `CASES`.
 
     Args:
-        change: change of the last unit's entry, or "none" for a unit that contributes nothing.
+        change: the change of the last unit's entry; "none" for a unit that contributes nothing.
         mutes: whether the final loss of the last unit is multiplied by 0.
-        whole: whether there is a single draw with all units, and no trials.
+        whole: whether there is a single logical batch with all units, and no isolation test.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Run:
         return self._lightning() if self.loop == "Lightning" else self._plain()
 
     def losses(self, net, batch):
-        """Return losses of samples, or their mean; `mutes` sets the last unit's losses to 0."""
+        """Return losses of samples or their mean; with `mutes` the last unit's losses are 0."""
         kind, a, last = self.kind, self.a, self.last
         if self.layout == "packed":
             losses = _of_documents(net, batch, kind, a)
@@ -296,7 +296,7 @@ class Run:
 
 
 def sum_of(*given, **options):
-    """Return the clipped sum of one draw of all units, as a vector, without trials."""
+    """Return the clipped sum of one logical batch of all units, as a vector."""
     found, release = [], PrivateStep.release
 
     def keep(step, **signal):

@@ -2,9 +2,9 @@
 
     python benchmarks/scripts/estimates.py --out benchmarks/results/DEVICE/estimates.json
 
-Each row is a private or plain step of a model to which no constant of the estimate was fitted. It
-is measured in fresh processes with one thread, in turns with the other rows. Rows of an H100 are
-those of results/h100/gpu-time.json.
+Each row is a private or plain step of a model to which no constant of the estimate was fitted. The
+step is measured in fresh processes with one thread, in turns with the steps of other rows. The
+measurements on an H100 come from results/h100/gpu-time.json.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dpflash.clipping.device_speed import Ceilings
 Row = dict[str, Any]
 ROUNDS, STEPS, MIB = 2, 3, 2**20
 _MMAP_THRESHOLD = -3  # number of the parameter of mallopt(3)
-MEMORY, TIME = 0.1, 0.3  # target errors
+MEMORY, TIME = 0.1, 0.3  # largest relative errors that count as within the target
 H100 = Path(__file__).parents[1] / "results" / "h100" / "gpu-time.json"
 
 
@@ -58,8 +58,8 @@ def llama(width: int, layers: int, heads: int, vocabulary: int) -> Row:
     }
 
 
-# Name, config.json, B, T and other arguments of `cost_of`; each shape is measured privately and
-# plain. estimates-first.json has rows from before a fix that counts frozen weights only once.
+# (name, config.json, B, T, other arguments of `cost_of`); each is measured as a private and as a
+# plain step. estimates-first.json has rows from before a fix that counts frozen weights only once.
 SHAPES: tuple[tuple[str, Row, int, int, Row], ...] = (
     ("wide", lm(576, 2, 9, 700), 2, 512, {}),
     ("deep", lm(160, 5, 5, 400, tie_embeddings=False), 5, 384, {}),
@@ -73,14 +73,14 @@ SHAPES: tuple[tuple[str, Row, int, int, Row], ...] = (
 def measure(
     config: Row, batch: int, tokens: int, options: Row, mode: str | None, pages: bool
 ) -> Row:
-    """Return the peak memory, including the model's, and the seconds of steps, of this process.
+    """Return the peak memory of this process, including the model, and the seconds of steps.
 
-    If `pages`, malloc gives large tensors pages of their own and returns them when freed, so that
-    the process holds only the memory of its tensors.
+    If `pages`, malloc gives large tensors pages of their own and returns freed pages, so that the
+    process holds only the memory of its tensors.
     """
     if pages:
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 17)
-    # A tiny model of the same kind loads the libraries first, which take tens of MiB.
+    # First run a tiny model of the same kind, to load libraries, which take tens of MiB.
     tiny = llama(32, 1, 2, 64) if "model_type" in config else lm(32, 1, 1, 64)
     rank = {"lora_rank": 2} if "lora_rank" in options else {}
     _steps(tiny, 2, 16, rank, mode, 1)
@@ -149,7 +149,7 @@ def estimated(
 
 
 def compared(name: str, config: Row, guess: Row, peak_mb: float, seconds: float) -> Row:
-    """Return a row with the errors of its estimate relative to the measurement."""
+    """Return a row with the errors of the estimate relative to the measurement."""
     memory, time_taken = guess["memory_mb"] / peak_mb - 1, guess["seconds"] / seconds - 1
     errors = {"memory_error": memory, "time_error": time_taken}
     within = {"memory_within": abs(memory) <= MEMORY, "time_within": abs(time_taken) <= TIME}
@@ -158,8 +158,8 @@ def compared(name: str, config: Row, guess: Row, peak_mb: float, seconds: float)
 
 
 def rows_here(roofs: list[Ceilings], only: str) -> Iterator[Row]:
-    """Yield rows of this CPU. Roofs are medians over all rounds; seconds are medians over rounds
-    without `pages`, since page faults take time.
+    """Yield rows measured on this CPU. Roofs are medians over all rounds; seconds are medians over
+    the rounds without `pages`, since page faults take time.
     """
     shapes = [shape for shape in SHAPES if shape[0].startswith(only)]
     cases = [(*shape, mode) for shape in shapes for mode in (None, "auto")]
@@ -168,7 +168,7 @@ def rows_here(roofs: list[Ceilings], only: str) -> Iterator[Row]:
         roofs.append(measured_ceilings())
         for at, (name, config, batch, tokens, options, mode) in enumerate(cases):
             given = {"config": config, "batch": batch, "tokens": tokens, "options": options}
-            # The round with pages measures the tensors' memory, the other rounds ordinary steps.
+            # Round 0, with pages, measures the tensors' memory; other rounds time ordinary steps.
             one = run_isolated(measure, **given, mode=mode, pages=number == 0)
             found[at].append(one)
             print(number, name, mode, one, flush=True)
@@ -189,7 +189,7 @@ def rows_here(roofs: list[Ceilings], only: str) -> Iterator[Row]:
 
 
 def middle(roofs: list[Ceilings]) -> Ceilings:
-    """Return the median of all rounds for each figure."""
+    """Return the median over all rounds of each figure."""
     flops = {name: statistics.median(one.flops[name] for one in roofs) for name in roofs[0].flops}
     bandwidth = statistics.median(one.bandwidth for one in roofs)
     launch = statistics.median(one.launch for one in roofs)
@@ -197,7 +197,7 @@ def middle(roofs: list[Ceilings]) -> Ceilings:
 
 
 def rows_of_h100() -> Iterator[Row]:
-    """Yield rows of the committed run, which measured the library of that time."""
+    """Yield rows of the committed H100 run, which measured an earlier version of dpflash."""
     modes = {
         "plain": (None, "flat"),
         "flat auto": ("auto", "flat"),
@@ -222,7 +222,7 @@ def rows_of_h100() -> Iterator[Row]:
 
 
 def with_time_of_rounds(row: Row) -> Row:
-    """Return a row of an earlier run, with the step's time of the rounds without pages."""
+    """Return a row of an earlier run, with the step's time from the rounds without pages."""
     seconds = statistics.median(x for one in row["seconds"][1:] for x in one)
     guess, peak_mb = row["estimated"], row["peak_memory_mb"]
     return {**row, **compared(row["name"], row["config"], guess, peak_mb, seconds)}
@@ -231,7 +231,7 @@ def with_time_of_rounds(row: Row) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--only", default="", help="measure rows that begin so, keep the others")
+    parser.add_argument("--only", default="", help="measure rows with this prefix, keep others")
     args = parser.parse_args()
     torch.set_num_threads(1)
     run_isolated(torch.get_num_threads)  # starts the server of new processes

@@ -3,7 +3,7 @@
     python benchmarks/scripts/gpu_time.py attention --json runs/gpu-time.json
 
 Calls that are compared take turns, and each figure is a median. The JSON is written again after
-each row. DEVICE=cpu in the environment is a dry run: sizes are tiny and the figures mean nothing.
+each row. DEVICE=cpu in the environment makes a dry run: sizes are tiny, the figures mean nothing.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def reductions(shapes: Sequence[Sequence[int]]) -> Rows:
 
 
 def reduction_calls(shapes: Sequence[torch.Size], batch: int) -> dict[str, tuple[Step, int]]:
-    """Return calls, each with the bytes that it reads and writes."""
+    """Return {name: (call, number of bytes that it reads and writes)}."""
     given: dict[str, Any] = {"device": DEVICE, "dtype": torch.float64}
     count = sum(shape.numel() for shape in shapes)
     grads = [torch.randn(batch, *shape, device=DEVICE) for shape in shapes]
@@ -132,7 +132,7 @@ def reduction_calls(shapes: Sequence[torch.Size], batch: int) -> dict[str, tuple
 
 
 def products(shapes: Sequence[Sequence[int]], batches: Sequence[int]) -> Rows:
-    """Yield times of linear layers' per-sample gradients and clipped sums, dpflash and torch."""
+    """Yield times of linear layers' per-sample gradients and clipped sums in dpflash and torch."""
     for shape, batch in itertools.product(shapes, batches):
         tokens, inputs, outputs = map(size, shape)
         given: dict[str, Any] = {"device": DEVICE, "dtype": getattr(torch, DTYPE)}
@@ -153,7 +153,7 @@ def products(shapes: Sequence[Sequence[int]], batches: Sequence[int]) -> Rows:
 
 
 def product_calls(batch: int, inputs: int, outputs: int) -> dict[str, Product]:
-    """Return functions of x, dy and factors: per-sample gradients, and their sums."""
+    """Return functions of (x, dy, factors) that compute per-sample gradients or their sums."""
     wide: dict[str, Any] = {} if DRY else {"out_dtype": torch.float32}
     before = torch.zeros(batch, outputs, inputs, device=DEVICE)
 
@@ -177,7 +177,7 @@ def product_calls(batch: int, inputs: int, outputs: int) -> dict[str, Product]:
 def same_bits_alone(call: Product, x: Tensor, dy: Tensor) -> bool:
     """Whether the last sample's gradient has the same bits as in a batch of this sample alone."""
     last = torch.zeros(len(x), device=x.device)
-    last[-1] = 1  # factors: a sum then has the last sample only
+    last[-1] = 1  # clipping factors with which a sum contains the last sample only
     among, alone = call(x, dy, last), call(x[-1:], dy[-1:], last[-1:])
     if isinstance(among, Tensor) and among.ndim == 2:
         return torch.equal(among, alone)
@@ -185,9 +185,9 @@ def same_bits_alone(call: Product, x: Tensor, dy: Tensor) -> bool:
 
 
 def eager_and_graph(call: Step) -> dict[str, float]:
-    """Return the milliseconds of a call among several, launched by the host and by a CUDA graph.
+    """Return the milliseconds of one of REPEATS calls, launched by the host and by a CUDA graph.
 
-    Data that fits into the last cache stays there.
+    Data that fits into the last-level cache stays there.
     """
 
     def calls() -> None:
@@ -210,7 +210,7 @@ def eager_and_graph(call: Step) -> dict[str, float]:
 
 
 def captured(calls: Step) -> Step:
-    """Return a replay of a graph of the calls. Its noise repeats, but is released nowhere."""
+    """Return a function that replays a graph of the calls. Its noise repeats; no one uses it."""
     graph, kept, side = torch.cuda.CUDAGraph(), kernels.Kept(), torch.cuda.Stream()
     with mock.patch.object(noise, "refuse_capture", lambda reason: None):
         with torch.cuda.stream(side):
@@ -234,7 +234,7 @@ def synchronize() -> None:
 
 
 def attention(cases: Sequence[tuple[str, Any, int, int, Sequence[str]]]) -> Rows:
-    """Yield times of dpflash and other libraries in turns, after a check of each result."""
+    """Yield times of attention by dpflash and other libraries, after a check of each result."""
     for name, pattern, head_dim, tokens, others in cases:
         given: dict[str, Any] = {"batch": TOKENS // tokens, "heads": 2048 // head_dim, "seed": 0}
         given.update(tokens=size(tokens), head_dim=head_dim, device=DEVICE.type, dtype=DTYPE)
@@ -256,7 +256,7 @@ def attention(cases: Sequence[tuple[str, Any, int, int, Sequence[str]]]) -> Rows
 
 
 def vendors(cases: Sequence[tuple[bool, int, int]]) -> Rows:
-    """Yield times of every kernel of dense and causal calls, and whether its bits repeat."""
+    """Yield times of every kernel for dense and causal calls, and whether its bits repeat."""
     for causal, head_dim, tokens in cases:
         shape = (8, 16, size(tokens), size(head_dim))
         q, k, v, do = (torch.randn(shape, device=DEVICE).to(getattr(torch, DTYPE)) for _ in "qkvo")
@@ -283,7 +283,7 @@ def vendors(cases: Sequence[tuple[bool, int, int]]) -> Rows:
                 start = time.perf_counter()
                 call(*given)
                 synchronize()
-                found["first_ms"] = 1e3 * (time.perf_counter() - start)  # plan and compiler too
+                found["first_ms"] = 1e3 * (time.perf_counter() - start)  # with plan and compiler
                 found |= eager_and_graph(partial(call, *given))
                 found["tflops"] = flops * pairs / found[KERNEL_TIME] / 1e9
                 yield found | bits_of(call, given)
@@ -348,7 +348,7 @@ def rotate_both(q: Tensor, k: Tensor, turns: Turns, back: bool) -> list[Tensor]:
 
 
 def rotary(cases: Sequence[tuple[int, int, int]]) -> Rows:
-    """Yield times of rotary positions by the kernel and by torch's operations, after a check."""
+    """Yield times of rotary embeddings by the kernel and by torch's operations, after a check."""
     for heads, key_heads, head_dim in cases:
         tokens, dtype = size(TOKENS), getattr(torch, DTYPE)
         packed = torch.randn(1, tokens, heads + 2 * key_heads, head_dim, device=DEVICE)
@@ -392,7 +392,7 @@ def training(
 
 
 def over(row: Row, first: Row) -> Row:
-    """Return time and memory over those of a plain step; a dry run has no memory."""
+    """Return time and memory over time and memory of `first`; a dry run measures no memory."""
     memory = row["peak_gib"] / (first["peak_gib"] or math.nan)
     return {"over_plain": row["ms"] / first["ms"], "memory_over_plain": memory}
 
@@ -407,7 +407,7 @@ def time_training(
     adapted: bool,
     effort: Effort,
 ) -> Row:
-    """Return median times until the GPU is done and the host has queued a step; peak memory."""
+    """Return median times until a step has ended and until the host has queued it; peak memory."""
     vocabulary, heads = size(32000), max(1, width // 128)
     x, y = torch.randint(0, vocabulary, (2, batch, tokens), device=DEVICE)
 
@@ -446,7 +446,7 @@ def time_training(
 
 @contextlib.contextmanager
 def attention_of(provider: str) -> Iterator[None]:
-    """Let plain models use torch's attention in this context: cuDNN's if there is one."""
+    """Context in which plain models use torch's attention, cuDNN's if available."""
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -487,7 +487,7 @@ def adapt(model: dpflash.nn.LongContextLM) -> nn.Module:
 
 
 def lora(models: Sequence[tuple[str, int, int]], lengths: Sequence[int]) -> Rows:
-    """Yield times of adapters on models with random weights: few layers, and all, extrapolated."""
+    """Yield times of LoRA on random weights: measured with few layers, extrapolated to all."""
     (few, many), providers = (2, 4), (PLAIN, AUTO, "dpflash-per_layer")
     for (name, width, layers), tokens in itertools.product(models, lengths):
         shapes = [(width, depth, LORA_TOKENS // tokens, tokens) for depth in (few, many)]
@@ -509,7 +509,7 @@ def lora(models: Sequence[tuple[str, int, int]], lengths: Sequence[int]) -> Rows
 
 SDPA, FLEX = ("sdpa-flash", "sdpa-cudnn"), ("flex",)
 SEGMENTS: Any = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
-# Name, pattern, head dim, tokens and the other operators of a case.
+# Cases: (name, pattern, head dim, tokens, other operators).
 PATTERNS = (
     *(("causal", CAUSAL, dim, tokens, SDPA) for dim in (64, 128) for tokens in (4096, TOKENS)),
     ("full", patterns.Dense(), 128, TOKENS, SDPA),
@@ -520,19 +520,19 @@ PATTERNS = (
 WITH_FLEX = (("causal", CAUSAL, 128, TOKENS, FLEX), ("window 1024", WINDOW, 128, TOKENS, FLEX))
 # A plain step with torch's attention; NONPRIVATE uses dpflash's attention.
 PLAIN = "nonprivate-sdpa"
-# PLAIN in one CUDA graph, and a private step with captured forward and backward.
+# PLAIN in one CUDA graph; a private step with captured forward and backward.
 GRAPHED, CAPTURED = "nonprivate-sdpa-graph", "dpflash-captured"
 # The column from which the speed of a kernel is computed, and the number of calls in a graph.
 KERNEL_TIME, REPEATS = ("eager_ms", 1) if DRY else ("graph_ms", 10)
-# Tokens, inputs and outputs: projections, MLPs of a short and of a long sequence, an adapter.
+# (tokens, inputs, outputs) of projections, MLPs and an adapter.
 PRODUCTS = (
     *((4096, 1024, 1024), (1024, 512, 2048), (4096, 1024, 4096), (4096, 4096, 4096)),
     (4096, 4096, 16),
 )
-# Width and layers of 0.9 and 6.6 billion parameters with MLPs four times as wide.
+# (name, width, layers): 0.9 and 6.6 billion parameters with MLPs four times as wide.
 MODELS = (("1B", 2048, 16), ("7B", 4096, 32))
 LORA_TOKENS = 32768
-# Width, layers, batch and tokens per step.
+# (width, layers, samples, tokens of a sample) of a step.
 SHAPES = ((1024, 12, 8, 4096), (512, 4, 4, 1024))
 LONG_SHAPES = ((1024, 12, 4, 4096), (1024, 12, 1, 16384), (1024, 12, 1, 32768))
 PARTS: dict[str, Callable[[], Rows]] = {

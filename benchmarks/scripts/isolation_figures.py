@@ -1,16 +1,16 @@
-"""Measures the trials: which couplings between samples they refuse, and whether honest runs pass.
+"""Measures isolation tests (trials): which couplings they refuse, and whether honest runs pass.
 
     python benchmarks/scripts/isolation_figures.py --out benchmarks/results/isolation.json
 
 `power` has runs with the couplings of `couplings.py` at strengths a from 0 (honest) to 1.
-`refused` counts the runs that ended before the fourth release, `verified` the other runs whose
-`engine.verified` is True at the end. `total` is how far one unit moves the clipped sum of a draw
-from that of a draw in which it contributes nothing, over the bound C: the largest value for two
-entries and bounds. `others` is how far it moves the sum of the other units; a unit with a gradient
-in that direction moves the whole sum by 1 + `others`. Both are null if a trainer refuses the run
-without trials too. `unseen` has rows with `total` or 1 + `others` above 1.001 and a run that was
-not refused. `honest` has the runs of `tests/end_to_end/test_honest_runs.py`, and `ranks` runs of
-them on two processes; `--seed N` repeats one run.
+`refused` counts the runs that ended before the fourth release, and `verified` the other runs whose
+`engine.verified` is True at the end. `total` is the distance between the clipped sums of a logical
+batch with one unit and without its contribution, over the bound C (the largest value for two
+entries and bounds). `others` is the same distance for the sum of the other units only; a unit with
+a gradient in that direction moves the whole sum by 1 + `others`. Both are null if a trainer
+refuses the run without trials too. `unseen` has rows with `total` or 1 + `others` above 1.001 and
+a run that was not refused. `honest` has the runs of `tests/end_to_end/test_honest_runs.py`, and
+`ranks` has some of these runs on two processes; `--seed N` repeats one run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NAMES = ("kind", "layout", "units", "loop")  # `units` per microbatch
 
 def power(case, a, runs):
     """Return a row with the figures of a coupling with one strength."""
-    made, is_trainer = [], case[1] == "tokens"  # a trainer's made-up entries raise a ValueError
+    made, is_trainer = [], case[1] == "tokens"  # synthetic entries of a trainer raise ValueError
     for seed in range(runs):
         run = couplings.Run(*case, a, seed)
         try:
@@ -73,7 +73,7 @@ def power(case, a, runs):
 
 
 def honest(seed, world=None):
-    """Return a row with what was refused in the run of a seed, or why the run was not made."""
+    """Return a row with the refusal in the run of a seed, or why the run was not made."""
     row = {"seed": seed, "architecture": honest_runs.choices(seed)["architecture"]}
     given = (honest_runs.__file__, "train", 2)
     try:
@@ -101,9 +101,9 @@ def _work(job):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/isolation.json"))
-    parser.add_argument("--quick", action="store_true", help="a few of each, in two minutes")
-    parser.add_argument("--minutes", type=float, help="the most; go on by the same command")
-    parser.add_argument("--seed", type=int, help="make this honest run alone, and show it")
+    parser.add_argument("--quick", action="store_true", help="few runs, in two minutes")
+    parser.add_argument("--minutes", type=float, help="time limit; the same command continues")
+    parser.add_argument("--seed", type=int, help="make only this honest run, and show it")
     args, begin = parser.parse_args(), time.monotonic()
     if args.seed is not None:
         print(honest_runs.choices(args.seed), *honest_runs.train(seed=args.seed), sep="\n")

@@ -1,7 +1,7 @@
-"""Measures how much messages that take 5 ms slow down the training steps of two ranks.
+"""Measures how much a network latency of 5 ms slows down the training steps of two ranks.
 
 Two network namespaces stand for two hosts, each with one rank. A process carries the packets
-between their TUN devices and, if a rank asks for it, delays each packet. Needs Linux and root.
+between their TUN devices and delays each packet if a rank asks for a delay. Needs Linux and root.
 
     sudo python benchmarks/scripts/latency.py --json benchmarks/results/cpu-epyc/latency.json
 """
@@ -51,7 +51,7 @@ _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 
 
 class Delay:
-    """The seconds by which packets are delayed; processes share the value through a file."""
+    """The delay of packets in seconds, which processes share through a file."""
 
     def __init__(self, path: str) -> None:
         with open(path, "r+b") as file:
@@ -87,7 +87,7 @@ def two_hosts() -> Iterator[list[int]]:
             ip("-n", host, "addr", "add", f"{address}/24", "dev", LINK)
             for link in ("lo", LINK):
                 ip("-n", host, "link", "set", link, "up")
-            # The usual setting of distant hosts: an idle connection does not slow down.
+            # As usual for distant hosts, an idle connection keeps its speed.
             setting = "net.ipv4.tcp_slow_start_after_idle=0"
             ip("netns", "exec", host, "sysctl", "-qw", setting)
         yield ends
@@ -99,7 +99,7 @@ def two_hosts() -> Iterator[list[int]]:
 
 
 def carry(ends: list[int], path: str) -> None:
-    """Carry packets both ways, each delayed by the delay at its arrival."""
+    """Carry packets both ways; the delay at a packet's arrival applies to the packet."""
     delay = Delay(path)
     late: dict[int, collections.deque[tuple[float, bytes]]]
     late = {end: collections.deque() for end in ends}

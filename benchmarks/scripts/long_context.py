@@ -1,7 +1,7 @@
 """When does private training on long contexts pay? Compares quality at equal epsilon.
 
-"recall": documents of 32,768 tokens, at whose end one earlier token must be recalled; its distance
-from the end is log-uniform. The model was trained on public documents of up to 8,192 tokens. Its
+"recall": at the end of a document of 32,768 tokens, one earlier token must be recalled, at a
+log-uniform distance. The model was trained on public documents of up to 8,192 tokens. Its
 attention and a new head are then trained privately, on the last T tokens of each document, to
 answer by another code.
 
@@ -10,8 +10,8 @@ machine: on one window of each file, on whole packed files, and with folders as 
 
     python benchmarks/scripts/long_context.py recall --rows ROWS.jsonl
 
-"public": accuracy of the recall models before private training. "speed": private steps of these
-models, which take turns.
+"public": accuracy of the recall models before private training. "speed": time of private steps of
+these models, which take turns.
 
 A row is appended after each run; runs whose rows are in the file are skipped. "draw" draws all
 rows into a picture in the file's folder.
@@ -50,14 +50,14 @@ from dpflash.patterns import BlockSparse, Dense, Dilated, Pattern, SlidingWindow
 Row = dict[str, Any]
 EPSILONS, DELTA, MAX_GRAD_NORM = (3.0, 8.0), 1e-5, 1.0
 
-# Recall: tokens of a document, and the smallest distance of its value from the end.
+# Recall: tokens of a document, and the smallest distance of the value token from the end.
 LENGTH, NEAREST = 32_768, 8
 TOKENS = (2048, 8192, 32_768)
 FILLERS, VALUES, VOCABULARY = 48, 8, 64
 QUESTION = VOCABULARY - 1
 DOCUMENTS, HELD_OUT, BATCH, STEPS, LEARNING_RATE = 2048, 256, 32, 16, 3.0
 TIMED = 3
-# Tokens, batch size, steps and highest learning rate of the phases of public training.
+# Phases of public training: (tokens, batch size, steps, highest learning rate).
 PUBLIC = ((256, 64, 400, 1e-2), (1024, 16, 100, 1e-2), (2048, 16, 60, 5e-3), (8192, 4, 40, 5e-3))
 
 # Source: sizes of files in bytes, and numbers of files.
@@ -81,7 +81,7 @@ REPORTED = (
 
 
 def patterns(tokens: int) -> dict[str, Pattern]:
-    """Return the attention of each model; LongNet's lengths are its paper's, scaled to T."""
+    """Return the attention of each model; LongNet's lengths are the paper's, scaled to T."""
     lengths = (tokens // 16, tokens // 4, tokens)
     return {
         "dense": Dense(causal=True),
@@ -91,10 +91,10 @@ def patterns(tokens: int) -> dict[str, Pattern]:
 
 
 def dense_at_the_end(tokens: int, block: int = 64) -> Pattern:
-    """Return a pattern in which the last block sees all tokens, and other blocks see themselves.
+    """Return a pattern in which the last block attends to all tokens, other blocks to themselves.
 
-    In a model of one layer whose loss is at the last position only, losses and gradients are those
-    of dense attention.
+    In a model of one layer whose loss is at the last position only, losses and gradients are the
+    same as with dense attention.
     """
     count = -(-tokens // block)
     lists = [*((i,) for i in range(count - 1)), tuple(range(count))]
@@ -109,10 +109,10 @@ def attention_of(pattern: str, tokens: int) -> Pattern:
 
 
 class Recall(Dataset[tuple[Tensor, Tensor]]):
-    """Documents of random tokens, one of which is a value; the answer to a value is its code.
+    """Documents of random tokens, one of which is a value; the target is the value's code.
 
-    An item has the last `tokens` of the `length` tokens of a document. The document depends only
-    on key (below 2^11) and index (below 2^21).
+    An item is the last `tokens` of the `length` tokens of a document. The document depends only on
+    key (below 2^11) and index (below 2^21).
     """
 
     def __init__(self, key: int, size: int, length: int, tokens: int, code: Tensor) -> None:
@@ -140,7 +140,7 @@ class Recall(Dataset[tuple[Tensor, Tensor]]):
         return document[-self.tokens :], targets
 
     def _generator(self, index: int) -> torch.Generator:
-        # The generator keeps 32 bits of a seed.
+        # torch's generator uses only 32 bits of a seed.
         return torch.Generator().manual_seed((self.key << 21) + index)
 
 
@@ -161,7 +161,7 @@ def recall_model(pattern: Pattern) -> LongContextLM:
 
 
 def public_weights(seed: int, folder: Path) -> dict[str, Tensor]:
-    """Return the weights of a dense model that recalls, trained on growing public documents."""
+    """Return weights of a dense model trained to recall, on public documents of growing length."""
     path = folder / f"public-{seed}.pt"
     if not path.exists():
         torch.manual_seed(seed)
@@ -184,7 +184,7 @@ def public_weights(seed: int, folder: Path) -> dict[str, Tensor]:
 
 
 def private_code(seed: int) -> Tensor:
-    """Return a code in which no value has its public answer."""
+    """Return a code in which each value's answer differs from its public answer."""
     shift = 1 + seed % (VALUES - 1)
     return (torch.arange(VALUES) + shift) % VALUES
 
@@ -192,7 +192,7 @@ def private_code(seed: int) -> Tensor:
 def private_steps(
     tokens: int, pattern: Pattern, noise: float, seed: int, weights: dict[str, Tensor]
 ) -> tuple[LongContextLM, Iterator[int], dpflash.PrivacyEngine]:
-    """Return the model, an iterator that makes steps and yields their numbers of rows, engine."""
+    """Return (model, iterator that makes a step and yields its number of rows, engine)."""
     data = Recall(seed, DOCUMENTS, LENGTH, tokens, private_code(seed))
     model = recall_model(pattern)
     model.load_state_dict(weights)
@@ -226,7 +226,7 @@ def private_steps(
 
 
 def hits(model: nn.Module, data: Recall) -> Tensor:
-    """Return for each document whether the model's answer is right."""
+    """Return whether the model's answer is right, for each document."""
     found = []
     with torch.no_grad():
         for x, y in DataLoader(data, batch_size=max(1, 16 * 2048 // data.tokens)):
@@ -274,7 +274,7 @@ def public_run(tokens: int, seed: int, folder: Path) -> Row:
 
 
 def speeds(seed: int, folder: Path) -> list[Row]:
-    """Return tokens per second of private steps, without the first step of each model."""
+    """Return tokens per second of private steps; the first step of each model is not timed."""
     weights = public_weights(seed, folder)
     configs = list(itertools.product(TOKENS, patterns(TOKENS[0])))
     models = [
@@ -301,7 +301,7 @@ def speeds(seed: int, folder: Path) -> list[Row]:
 def write_files(out: Path) -> None:
     """Copy files of this Python's packages into `out`, as `data/FOLDER/` and `held-out/FOLDER/`.
 
-    Each folder of a package becomes one FOLDER, which is held out as a whole or not at all.
+    Each folder of a package becomes one FOLDER, which is entirely in `data` or in `held-out`.
     """
     root = Path(sysconfig.get_path("purelib"))
     folders: dict[Path, list[Path]] = {}

@@ -1,8 +1,8 @@
 r"""Measures memory and time of training steps on very long sequences, plain and private.
 
-The model is a LongContextLM with LongNet's attention, activation checkpointing and a loss in
-chunks. A fresh process with one core makes two steps on one sample; seconds are the processor time
-of the second step.
+The model is a LongContextLM with LongNet's attention, activation checkpointing and a loss computed
+in chunks. A fresh process with one core makes two steps on one sample; `seconds` is the processor
+time of the second step.
 
     python benchmarks/scripts/longest.py --json benchmarks/results/cpu-epyc/longest.json
 """
@@ -36,7 +36,7 @@ SECONDS = 600.0  # time limit of a call
 
 
 def longnet(tokens: int) -> Pattern:
-    """Return LongNet's attention with at most KEYS keys per query and branch: work linear in T."""
+    """Return LongNet's attention with at most KEYS keys per query and branch, linear in T."""
     return Dilated(
         segment_lengths=(KEYS, 16 * KEYS, tokens),
         dilation_rates=(1, 16, tokens // KEYS),
@@ -94,7 +94,7 @@ def step_of(place: Place, tokens: int, is_private: bool, pattern: Pattern) -> Ca
 
 
 def two_steps(place: Place, tokens: int, is_private: bool) -> dict[str, float | None]:
-    """Return the peak memory of two steps in MiB, and the processor seconds of the second."""
+    """Return the peak memory of two steps in MiB, and the processor seconds of the second step."""
     step, seconds = step_of(place, tokens, is_private, longnet(tokens)), 0.0
 
     def twice() -> None:

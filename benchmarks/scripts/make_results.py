@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def made(root: Path) -> dict[Path, str]:
-    """Return the text of each file to write."""
+    """Return {path: text} of the files to write."""
     results, page = root / "benchmarks" / "results", root / "benchmarks" / "RESULTS.md"
     devices = [load(results, device) for device in device_names(results)]
     measured = [
@@ -42,10 +42,10 @@ def made(root: Path) -> dict[Path, str]:
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
-    """Write the files; return the exit status, 1 if --check found a file that would change."""
+    """Write the files; return the exit status, which is 1 if --check finds an outdated file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 where a file would change"
+        "--check", action="store_true", help="write nothing; exit 1 if a file would change"
     )
     check = parser.parse_args(arguments).check
     stale = []

@@ -2,9 +2,9 @@
 
     python benchmarks/scripts/noise_quality.py --out benchmarks/results/noise_quality.json
 
-Uses matrices and the accountant; nothing is trained. Banded noise has cyclic Poisson sampling,
-independent noise (one band) has Poisson sampling with the same expected batch size. `error` is
-that of `dpflash.noise.compare_bands`, `ratio` the error divided by that of one band.
+Errors follow from matrices and the accountant; nothing is trained. Banded noise uses cyclic
+Poisson sampling, independent noise (one band) Poisson sampling with the same expected batch size.
+`error` is that of `dpflash.noise.compare_bands`; `ratio` is the error over that of one band.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EPSILONS, DELTA = (1.0, 3.0, 8.0), 1e-5
 
 
 def rows():
-    """Return the figures of all runs, epsilons and numbers of bands."""
+    """Yield the figures of all runs, epsilons and numbers of bands."""
     for num_samples, batch_size, epochs in RUNS:
         for epsilon in EPSILONS:
             found = compare_bands(

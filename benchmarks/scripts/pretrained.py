@@ -1,4 +1,4 @@
-"""Fine-tunes a pretrained text model privately, with banded and other noise at equal epsilon.
+"""Fine-tunes a pretrained text model privately, with banded or independent noise at equal epsilon.
 
 The model averages the token embeddings of the package wordllama over a text and applies a new
 linear classifier. The task is to predict the section of a Debian package from its one-line
@@ -45,7 +45,7 @@ from dpflash.noise import Banded, compare_bands
 
 TUNINGS, UNITS, EPSILONS = ("frozen", "LoRA", "full"), ("entry", "user"), (1.0, 3.0, 8.0)
 METHODS = ("independent", "banded", "Opacus", "opake", "opake banded")
-# Methods with dpflash's independent noise at epsilon 3; all other methods use plain SGD.
+# Optimizers tried with dpflash's independent noise at epsilon 3; all other runs use plain SGD.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
     "AdamW": functools.partial(torch.optim.AdamW, betas=(0.9, 0.99), weight_decay=0.0),
@@ -54,17 +54,17 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 NONPRIVATE = "no privacy"
 DELTA, MAX_GRAD_NORM = 1e-5, 1.0
 SECTIONS, TOKENS, WIDTH, RANK = 30, 16, 128, 8
-# Privacy unit -> units per step, epochs, and entries of a unit in one step.
+# Privacy unit -> (units per step, epochs, entries of a unit in one step).
 RUN = {"entry": (250, 3, 1), "user": (100, 5, 8)}
 SEEDS, TUNING_SEED = range(5), 100
-# The rates are extended by factors of 2 as long as the best rate is the first or last one.
+# Learning rates are added by factors of 2 as long as the best rate is the smallest or largest.
 LEARNING_RATES, OTHER_RATES = (4.0, 8.0), {"momentum": (0.4, 0.8), "AdamW": (0.01, 0.02)}
 OTHER_RATES["AdamBC"] = OTHER_RATES["AdamW"]
 PAD, UNKNOWN = 0, 1
 
 
 class Texts(NamedTuple):
-    """Tokens `[N, TOKENS]`, sections `[N]`, and the maintainer of each text."""
+    """N texts: tokens `[N, TOKENS]`, section numbers `[N]`, and the maintainer of each text."""
 
     tokens: Tensor
     labels: Tensor
@@ -82,7 +82,7 @@ class Task(NamedTuple):
 
 
 def make_task(wheel: Path, packages: Path) -> Task:
-    """Read the model and the texts; packages of one source are all private, held out or public.
+    """Read the model and the texts; packages of one source are all private, test or public texts.
 
     Sections, vocabulary and learning rates depend only on the public texts, a tenth of all texts.
     """
@@ -129,7 +129,7 @@ def make_task(wheel: Path, packages: Path) -> Task:
     rows = torch.zeros(len(vocabulary) + 2, WIDTH)
     rows[2:] = table[torch.tensor(vocabulary), :WIDTH].float()
     private, test, public = (texts(splits[name]) for name in ("private", "test", "public"))
-    # If each text is a unit, half of the texts still are nine times as many units as users.
+    # If each text is a unit, half of the texts suffice: they are nine times as many as users.
     half = Texts(private.tokens[::2], private.labels[::2], private.maintainers[::2])
     about = {
         "wheel": wheel.name,
@@ -145,7 +145,7 @@ def make_task(wheel: Path, packages: Path) -> Task:
 
 
 class Classifier(nn.Module):
-    """Predicts sections from the mean of a text's token embeddings; `tuning`: what is trained."""
+    """Predicts sections from a text's mean token embedding; `tuning` chooses what is trained."""
 
     def __init__(self, table: Tensor, tuning: str) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Classifier(nn.Module):
 
 
 class Users(Dataset):
-    """Users as entries: up to k texts, drawn anew each time, followed by rows without tokens."""
+    """Users as entries: up to k random texts, new in each call, padded by rows without tokens."""
 
     def __init__(self, texts: Texts, k: int) -> None:
         owned = defaultdict(list)
@@ -212,7 +212,7 @@ class Setting(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The inputs of a method's training; private methods draw about `batch` of `units` units."""
+    """The inputs of a method's training; steps sample `batch` of `units` units on average."""
 
     setting: Setting
     private: Texts
@@ -250,7 +250,7 @@ class Run(NamedTuple):
 
 @functools.cache
 def noise_of(unit: str, epsilon: float, units: int) -> dict[int, float]:
-    """Return noise multipliers by number of bands, the smallest expected error first."""
+    """Return {number of bands: noise multiplier}, the smallest expected error first."""
     batch, epochs, _ = RUN[unit]
     found = compare_bands(
         num_samples=units,
@@ -282,7 +282,7 @@ def train_dpflash(run: Run) -> float:
         max_grad_norm=MAX_GRAD_NORM,
         dataset_size=run.units,
         physical_batch_size=2 * run.batch,
-        verify_first_batch=False,  # trials would not change the releases
+        verify_first_batch=False,  # the isolation test would not change the releases
         **given,
     )
     while loader.releases < run.steps:
@@ -442,7 +442,7 @@ def trained(task: Task, setting: Setting, learning_rate: float, seed: int) -> di
 
 
 def read_lines(runs: Path) -> list[dict[str, Any]]:
-    """Read the lines of earlier runs."""
+    """Return the lines of earlier runs."""
     if not runs.exists():
         return []
     return [json.loads(line) for line in runs.read_text().splitlines()]
@@ -479,7 +479,7 @@ def make_runs(setting: Setting, *, task: Task, runs: Path) -> Setting:
 
 
 def settings() -> Iterator[Setting]:
-    """Yield all settings. opake has only frozen bodies: its gradients of the table do not fit."""
+    """Yield all settings. opake has only frozen tables: its gradients of a table would not fit."""
     for unit in UNITS:
         for tuning in TUNINGS:
             yield Setting(NONPRIVATE, unit, tuning, None)
@@ -492,14 +492,14 @@ def settings() -> Iterator[Setting]:
 
 
 def urgency(setting: Setting) -> tuple[bool, bool, int, int]:
-    """Return a sort key that puts the settings of the question first."""
+    """Return a sort key that puts dpflash's settings, and epsilons above 1, first."""
     method, epsilon = setting.method, setting.epsilon
     peer = method in ("Opacus", "opake", "opake banded")
     return (peer, epsilon == 1.0, UNITS.index(setting.unit), TUNINGS.index(setting.tuning))
 
 
 def gathered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each setting that has all seeds: its choices, and its seeds' figures."""
+    """Return a row for each setting with all seeds: chosen values, and figures of each seed."""
     rows = []
     for setting in settings():
         own = [x for x in lines if Setting(*(x[name] for name in Setting._fields)) == setting]
@@ -533,7 +533,7 @@ def gathered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the page's tables: mean accuracies and their standard deviations."""
+    """Return the tables of the page, with mean accuracies and standard deviations."""
     found = {Setting(*(row[name] for name in Setting._fields)): row for row in rows}
 
     def cell(method: str, *key: Any) -> str | None:
@@ -564,7 +564,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], title: str) -> Any:
-    """Draw the gain over dpflash's independent noise in points of accuracy, with 95% intervals."""
+    """Draw the gain in accuracy (points) over dpflash's independent noise, with 95% intervals."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")

@@ -1,9 +1,9 @@
-r"""Held-out bits per byte of a language model trained plain and privately, in several ways.
+r"""Held-out bits per byte of a language model trained without and with privacy, in several ways.
 
-Ways are the arithmetic (float32, bfloat16, float8) or the attention pattern. Each way trains plain
-(no noise, no bound) and privately at epsilon 8, from the same weights and draws for each seed.
-"bf16" is optimize="balanced", "fp8" is "bf16" with fp8=True. Trained models are detached, so all
-are evaluated in float32. Runs that the JSON has are skipped: repeat the command for the others.
+Ways differ in arithmetic (float32, bfloat16, float8) or in the attention pattern. For each seed
+and way, a model is trained plainly (no noise, no bound) and privately at epsilon 8, from the same
+weights and logical batches. "bf16" is optimize="balanced", and "fp8" adds fp8=True. Trained models
+are detached and evaluated in float32. Repeat the command for runs that the JSON does not have yet.
 
     python benchmarks/scripts/private_quality.py arithmetic --minutes 15 \
         --json benchmarks/results/cpu-epyc/fp8-quality.json --seeds 5 --steps 1000 5000
@@ -46,7 +46,7 @@ class Comparison(NamedTuple):
     """Ways to train on windows of `tokens` tokens."""
 
     tokens: int
-    baseline: str
+    baseline: str  # the way from which differences are computed
     ways: Mapping[str, tuple[Pattern, dict[str, Any]]]  # pattern, and options of make_private
 
 
@@ -66,7 +66,7 @@ COMPARISONS = {
         {one.name: (one.pattern, {}) for one in contestants(512) if not one.seeds_on},
     ),
 }
-# The clipping bound and Adam's learning rate, without and with privacy.
+# (clipping bound, Adam's learning rate) without and with privacy.
 KINDS = {"plain": (math.inf, 3e-3), "private": (1.0, 1e-2)}
 
 
@@ -111,7 +111,7 @@ def bits_a_byte(model: nn.Module, data: TensorDataset) -> float:
 
 
 def differences(runs: Sequence[dict[str, Any]], baseline: str) -> dict[str, Any]:
-    """Return differences to the baseline, over seeds with both runs, by kind and steps."""
+    """Return differences to the baseline by kind and steps, over seeds that have both runs."""
     values = {tuple(r[k] for k in ("kind", "steps", "seed", "way")): r for r in runs}
     found: dict[str, Any] = {}
     for kind, steps, seed, way in values:
@@ -125,11 +125,11 @@ def differences(runs: Sequence[dict[str, Any]], baseline: str) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("comparison", choices=tuple(COMPARISONS), help="what differs between runs")
+    parser.add_argument("comparison", choices=tuple(COMPARISONS), help="difference of the runs")
     parser.add_argument("--json", type=Path, required=True, help="file of the results")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each (default 5)")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds (default 5)")
     parser.add_argument("--steps", type=int, nargs="+", default=[1000, 5000])
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after these")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run afterwards")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -2,9 +2,9 @@
 
     python benchmarks/scripts/random_allocation.py --out benchmarks/results/random_allocation.json
 
-Uses the accountant; nothing is trained. Both samplers have equal expected batch size and epochs.
-`ratio` is the noise multiplier of random allocation over that of Poisson sampling, and
-`epsilon_of_poisson` what Poisson sampling spends with the noise of random allocation.
+The accountant computes the figures; nothing is trained. Both samplers have equal expected batch
+size and epochs. `ratio` is the noise multiplier of random allocation over that of Poisson
+sampling; `epsilon_of_poisson` is Poisson sampling's epsilon with the noise of random allocation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS_PER_EPOCH, EPOCHS, EPSILONS, DELTA = (10, 100, 1000), (1, 10), (0.5, 1.0, 
 
 
 def rows():
-    """Return the figures of all runs and epsilons."""
+    """Yield the figures of all runs and epsilons."""
     for steps in STEPS_PER_EPOCH:
         for epochs in EPOCHS:
             for epsilon in EPSILONS:

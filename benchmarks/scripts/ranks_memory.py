@@ -1,13 +1,13 @@
-r"""Peak memory of training steps, plain and private, on one rank and over a context of several.
+r"""Measures peak memory of plain and private training steps, on one rank and context parallel.
 
 - The longest sequence for which two steps add at most 256 MiB per rank, for the model of
   longest.py with a sliding window.
-- The memory that a step on one sample adds to a rank, for many weights W on P ranks: a private
-  step should need 4 |W| / P bytes and the data being sent (25 MiB, or one larger weight) more.
+- The memory that a step on one sample adds to a rank, for many weights (W) on P ranks. A private
+  step should need 4 W / P bytes more, and the data being sent (25 MiB, or one larger weight).
 - The memory that dense causal ring attention, forward and backward, adds to a rank.
 
 By default glibc keeps freed blocks of up to 32 MiB, so that a peak depends on the order of
-allocations. Here it returns blocks of 64 KiB or more; --keep restores the default.
+allocations. Here glibc returns blocks of 64 KiB or more; --keep restores the default.
 
     python benchmarks/scripts/ranks_memory.py --json benchmarks/results/cpu-xeon/ranks-memory.json
 """
@@ -42,13 +42,13 @@ RING = AttentionCase("dense causal", tokens=16384, sharding="zigzag")
 
 
 def growth(place: Place, tokens: int, is_private: bool) -> float | None:
-    """Return the largest growth of this rank's resident memory in two steps, in MiB."""
+    """Return the peak growth of this rank's resident memory in two steps, in MiB."""
     step = step_of(place, tokens, is_private, SlidingWindow(window=KEYS, causal=True))
     return peak_growth(lambda: [step(), step()], place.device)
 
 
 def longest(ranks: int, is_private: bool) -> int:
-    """Return the largest multiple T of GRAIN in whose steps no rank grows beyond the limit."""
+    """Return the largest multiple T of GRAIN for which no rank's memory grows beyond the limit."""
 
     def fits(grains: int) -> bool:
         given = {"tokens": grains * GRAIN, "is_private": is_private}

@@ -1,7 +1,7 @@
-"""Computes what a private step sends and computes on many ranks, by the planner's formulas.
+"""Computes bytes sent and FLOP of a private step on many ranks, by the planner's formulas.
 
-Nothing is timed and no weights are allocated. The model has Llama 7B's shape, with one sequence of
-131,072 tokens over a context of 8 GPUs per node. Bytes and FLOP are those of the busiest rank.
+Nothing is timed and no weights are allocated. The model has the shape of Llama 7B. One sequence of
+131,072 tokens is divided over all ranks, 8 GPUs per node. Bytes and FLOP are the busiest rank's.
 
     python benchmarks/scripts/ranks_model.py --json benchmarks/results/ranks-model.json
 """
@@ -54,7 +54,7 @@ def row_of(name: str, ranks: int) -> dict[str, Any]:
         "attention_sent_bytes": {x.mode: LAYERS * sum(x.sent) for x in costs},
         "attention_flops": LAYERS * next(x.flops for x in costs if x.mode == taken),
         "linear_flops": products,
-        # Sums are sent in float64 and the release in float32, each element once.
+        # Each element of the sums is sent once in float64, and of the release once in float32.
         "sums_sent_bytes": int(8 * share),
         "release_sent_bytes": int(4 * share),
         "slices_bytes": 8 * -(-WEIGHTS // ranks),

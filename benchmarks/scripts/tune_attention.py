@@ -2,12 +2,12 @@
 
     python benchmarks/scripts/tune_attention.py --json runs/tune_attention.json
 
-Candidates are the sizes of the table, also with one of them halved or doubled; run the script
-again to go further. A separate process compares each candidate with the definition in float64.
-Correct candidates are timed in turns on dense causal attention and LongNet. The candidate with the
-smallest geometric mean replaces the old sizes if it is more than 1% faster. For a backward kernel,
-forward and backward are timed, with the other kernels' sizes fixed. DEVICE=cpu in the environment
-is a dry run with the CPU's kernels, which have no such sizes; the choice then means nothing.
+Candidates are the sizes of the table, and the same with one size halved or doubled; run the script
+again to try further sizes. A separate process compares each candidate with the definition in
+float64. Correct candidates are timed in turns on dense causal attention and LongNet. The candidate
+with the smallest geometric mean replaces the old sizes if it is more than 1% faster. For a
+backward kernel, forward and backward are timed, with the other kernels' sizes fixed. DEVICE=cpu
+makes a dry run with the CPU's kernels, which have no such sizes; the choice then means nothing.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ MARGIN = 0.01
 CAUSAL = patterns.Dense(causal=True)
 SEGMENTS: Any = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
 SMALL = patterns.Dilated(segment_lengths=(64, 256), dilation_rates=(1, 4), causal=True)
-# Kernel, head dim and bits of the dtype of an entry of the table.
+# An entry of the table: (kernel, head dim, bits of the dtype).
 Key = tuple[str, int, int]
-# Pattern, tokens and samples of each case.
+# (pattern, tokens, samples) of each case.
 Cases = Sequence[tuple[Any, int, int]]
 CHECKED: Cases = [(CAUSAL, 499, 2), (patterns.Dense(), 512, 2), (SMALL, 641, 2)]
 LONG: Cases = [(CAUSAL, 4096, 4), (patterns.Dilated(**SEGMENTS, causal=True), 16384, 1)]
@@ -58,7 +58,7 @@ TIMED: Cases = [(CAUSAL, 65, 1)] if DRY else LONG
 
 
 def entry_of(key: Key) -> tuple[dict[str, Config], str]:
-    """Return the table's column for this GPU, and the name of the entry in the column."""
+    """Return (the table's column for this GPU, the name of the entry in that column)."""
     arch = "sm_90" if DRY else architecture(torch.device(DEVICE))
     kernel: Any = key[0]
     return table()[arch], entry(kernel, key[1], getattr(torch, DTYPES[key[2]]))
@@ -71,14 +71,14 @@ def candidates(key: Key) -> list[Config]:
     # Matrix products need at least 16 rows.
     tiles = [(m, n), (2 * m, n), (max(16, m // 2), n), (m, 2 * n), (m, max(16, n // 2))]
     shapes = [*((*tile, warps) for tile in tiles), (m, n, 4 if warps == 8 else 8)]
-    # Deep pipelines of wide heads exceed any shared memory.
+    # Deep pipelines with wide heads need more shared memory than any GPU has.
     depths = [n for n in STAGES[key[2]] if n * key[1] <= 512 or n == 1]
     tried = [Config(*shape, depth) for shape, depth in itertools.product(shapes, depths)]
     return list(dict.fromkeys([old, *tried]))[: 2 if DRY else None]
 
 
 def subjects(key: Key, cases: Cases) -> list[Subject]:
-    """Return calls that use the kernel, with their checks."""
+    """Return subjects whose calls use the kernel."""
     kernel, head_dim, bits = key
     given: dict[str, Any] = {"direction": DIRECTIONS[kernel != "forward"], "seed": 0}
     given.update(heads=2048 // head_dim, head_dim=head_dim, dtype=DTYPES[bits], device=DEVICE)
@@ -89,7 +89,7 @@ def subjects(key: Key, cases: Cases) -> list[Subject]:
 
 
 def try_here(key: Key, config: Config) -> str | None:
-    """Return why a candidate does not work, or None; compile its calls into the cache on disk."""
+    """Return why a candidate does not work, or None; compile its calls into the disk cache."""
     rows, name = entry_of(key)
     rows[name] = config
     for subject in subjects(key, CHECKED):
@@ -103,10 +103,10 @@ def try_here(key: Key, config: Config) -> str | None:
 
 
 def try_all(keys: Sequence[Key], jobs: int, seconds: float) -> dict[Key, dict[Config, str | None]]:
-    """Return each entry's candidates, with the reason why a candidate does not work, or None."""
+    """Return {entry: {candidate: reason why it does not work, or None}}."""
     end = time.monotonic() + seconds
     of_keys = [[(key, config) for config in candidates(key)] for key in keys]
-    # Try the first candidate of every entry before any second one, in case time runs out.
+    # Try the first candidate of every entry before second candidates, in case time runs out.
     tried = [one for turn in itertools.zip_longest(*of_keys) for one in turn if one]
 
     def attempt(one: tuple[Key, Config]) -> str | None:
@@ -127,7 +127,7 @@ def try_all(keys: Sequence[Key], jobs: int, seconds: float) -> dict[Key, dict[Co
 
 
 def times(key: Key, tried: Sequence[Config]) -> dict[Config, list[float]]:
-    """Return the median milliseconds of each config on each of `TIMED`."""
+    """Return the median milliseconds of each config for each case of `TIMED`."""
     rows, name = entry_of(key)
 
     def call(config: Config, step: Step) -> None:
@@ -145,7 +145,7 @@ def times(key: Key, tried: Sequence[Config]) -> dict[Config, list[float]]:
 
 
 def choose(old: Config, measured: dict[Config, list[float]]) -> Config:
-    """Return the config with the smallest geometric mean, or `old` unless it is clearly slower."""
+    """Return the config with the smallest geometric mean, or `old` if it is at most 1% slower."""
     cost = {config: statistics.geometric_mean(each) for config, each in measured.items()}
     best = min(cost, key=lambda config: cost[config], default=old)
     return old if not cost or cost.get(old, math.inf) <= (1 + MARGIN) * cost[best] else best
@@ -161,12 +161,12 @@ def write_table(path: Path, configs: dict[str, dict[str, Config]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--json", type=Path, default=Path("runs/tune_attention.json"), help="all that was tried")
+    add("--json", type=Path, default=Path("runs/tune_attention.json"), help="file of all trials")
     add("--write", type=Path, default=TABLE, help="the table to write")
     add("--head-dims", type=int, nargs="+", default=[64, 128], choices=HEAD_DIMS)
     add("--bits", type=int, nargs="+", default=[16], choices=[16, 32])
     add("--jobs", type=int, default=8, help="processes that compile and check at a time")
-    add("--try-seconds", type=float, default=math.inf, help="no trial begins after so many")
+    add("--try-seconds", type=float, default=math.inf, help="seconds after which no trial begins")
     args = parser.parse_args()
     if not DRY and not torch.cuda.is_available():
         sys.exit("tune_attention.py measures on a GPU, and torch sees none: nothing was changed.")

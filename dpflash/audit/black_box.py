@@ -1,7 +1,7 @@
-"""A black-box run: trains a small language model on canary documents, and scores its losses.
+"""A black-box run: trains a small language model on canary documents, and scores the documents.
 
-The canaries are documents of random tokens. For each one, a fair coin decides whether it is in the
-data. A document's score is how much training has lowered its loss.
+The canaries are documents of random tokens. For each document, a fair coin decides whether it is
+in the data. A document's score is its loss before training minus its loss after training.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def train_on_documents(
     device: str = "cpu",
     progress: bool = False,
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_], Accountant]:
-    """Train with an engine of the audited kind, with about half of the documents in the data.
+    """Train with a new engine and the audited settings, on about half of the canary documents.
 
-    Returns (scores `[canaries]`, bool `[canaries]` of those in the data, the accountant).
+    Returns (scores `[canaries]`, bool `[canaries]`: whether each is in the data, accountant).
     """
     if canaries < LEAST_CANARIES:
         raise ValueError(
-            f"canaries={canaries}: too few to guess any in black-box mode; pass at least "
+            f"canaries={canaries}: too few for guesses in black-box mode; pass at least "
             f"{LEAST_CANARIES}"
         )
     rng = np.random.default_rng(seed)
@@ -51,7 +51,7 @@ def train_on_documents(
         model: Any = LongContextLM(_VOCAB, _WIDTH, 1, 2, max_seq_len=_TOKENS).to(device)
     before = _losses(model, documents)
     inside = documents[torch.from_numpy(included).to(device)]
-    # A dataset needs an entry: if no canary is in the data, it is a document that is no canary.
+    # A dataset must not be empty: if no canary is in the data, add a document that is no canary.
     dataset = TensorDataset(inside if len(inside) else torch.zeros_like(documents[:1]))
     privacy = audited.privacy
     rate, _, steps = numbers_of(privacy)
@@ -75,7 +75,6 @@ def train_on_documents(
 
 
 def _losses(model: torch.nn.Module, documents: Tensor) -> NDArray[np.float64]:
-    """The mean loss of each document `[N]`."""
     with torch.no_grad():
         losses = [model(part[:, :-1], part[:, 1:]) for part in documents.split(1024)]
     return torch.cat(losses).double().cpu().numpy()

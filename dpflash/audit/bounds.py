@@ -1,17 +1,17 @@
-"""Statistics of an audit: from scores of canaries to lower bounds on epsilon and to a verdict.
+"""Statistics of an audit: computes lower bounds on epsilon and a verdict from canaries' scores.
 
 The higher a canary's score, the more likely it was in the data. If each canary was put into the
 data by a fair coin, independent of the other coins, the scores give three statistics.
 
-- The verdict: at fixed cuts, upper confidence limits of the rates of false positives and false
-  negatives (Clopper and Pearson) are compared with the claimed trade-off curve. It assumes that
-  scores are independent given the coins, as orthogonal gradients and independent noise make them.
-- The bound that assumes Gaussian: the mu of the Gaussian trade-off curve through these limits.
-- The bound that assumes nothing about the mechanism: the auditor guesses that the canaries with
-  the highest scores were in the data, and those with the lowest scores were not; too many right
-  guesses refute (epsilon, delta).
+- The verdict compares upper confidence limits (Clopper and Pearson) of the false positive and
+  false negative rates at fixed cuts with the claimed trade-off curve. It assumes that scores are
+  independent given the coins, which holds for orthogonal gradients and independent noise.
+- The Gaussian bound is the epsilon of the Gaussian trade-off curve through such limits. It assumes
+  that the mechanism is Gaussian.
+- The assumption-free bound: the auditor guesses that canaries with the highest scores were in the
+  data, and canaries with the lowest scores were not. Too many right guesses refute an epsilon.
 
-The cuts and the numbers of guesses are a `Plan`, which must not be made from the scores to which
+A `Plan` holds the cuts and the numbers of guesses. It must not be made from the scores to which
 it is applied.
 
 Source:
@@ -34,14 +34,14 @@ from scipy.special import bdtr, bdtrc, betaincinv, expit, ndtri
 
 from dpflash.accounting import Accountant, gaussian_epsilon
 
-# The cuts are at these claimed rates of false positives, and of false negatives.
+# The cuts are the scores with these false positive rates, and with these false negative rates.
 _TAILS = (0.5, 0.1, 0.01, 0.001)
 _GUESS_TAILS = np.geomspace(0.4, 1e-4, 20)
-# Least number of errors in a tail of the scores from which a plan is made, to know their rate.
+# A plan uses only tails of the scores with at least this number of errors, whose rate is known.
 _LEAST_COUNTED = 16
-# A plan from half of them, each included by a fair coin, has guesses in all but 1 of 6,000 runs.
+# A plan made from half of this number of canaries has guesses in all but 1 of 6,000 runs.
 LEAST_CANARIES = 240
-# A plan allows for a number of right guesses so many standard deviations below the mean.
+# A plan assumes that the right guesses are this many standard deviations fewer than their mean.
 _CAUTION = 2.0
 _MOST_EPSILON = 64.0
 _SPREADS = 12.0
@@ -53,19 +53,19 @@ _LINES, _LEAST_DELTA, _STEEPEST = 129, 1e-8, 500.0
 class Claim:
     """The privacy that is claimed for one canary's membership."""
 
-    accountant: Accountant  # it has composed the claimed mechanism
+    accountant: Accountant  # an accountant that has composed the claimed mechanism
     delta: float  # the delta at which epsilon is claimed
     mechanism: str  # the claimed mechanism in words
 
     @property
     def epsilon(self) -> float:
-        """Claimed epsilon at delta."""
+        """The claimed epsilon at delta."""
         return float(self.accountant.get_epsilon(self.delta))
 
     def least_false_negatives(self, false_positives: float) -> float:
-        """The claimed trade-off curve, which is the same for both orders of neighboring datasets.
+        """Return the claimed trade-off curve, equal for both orders of neighboring datasets.
 
-        Each (epsilon, delta) of the accountant bounds it by two lines, as in
+        Each (epsilon, delta) of the accountant bounds the curve from below by two lines, as in
         `Accountant.get_beta`; their maximum over a grid of epsilons is never above the curve.
         """
         epsilons, kept = self._lines
@@ -84,12 +84,12 @@ class Claim:
 
 @dataclass(frozen=True)
 class Plan:
-    """The cuts and numbers of guesses, decided before the scores are seen, or from others."""
+    """The cuts and numbers of guesses, chosen without the scores that they are applied to."""
 
     cuts: tuple[float, ...]  # scores at which false positives and false negatives are counted
-    middle: float  # the cut of the bound that assumes Gaussian
-    positive: int  # so many canaries with the highest scores are guessed to be in the data
-    negative: int  # so many canaries with the lowest scores are guessed to be out of the data
+    middle: float  # the cut from which the Gaussian bound is computed
+    positive: int  # number of canaries, with the highest scores, guessed to be in the data
+    negative: int  # number of canaries, with the lowest scores, guessed to be out of the data
 
     @classmethod
     def of_scores(
@@ -101,9 +101,9 @@ class Plan:
         delta: float,
         confidence: float,
     ) -> Plan:
-        """Choose a plan by these scores `[N]`, for other scores of `canaries` canaries.
+        """Choose a plan from these scores `[N]`, for the scores of `canaries` other canaries.
 
-        If fewer than 40 of these canaries are in the data, or out of it, the plan has no guesses.
+        If fewer than 40 of the N canaries are in the data, or out of it, the plan has no guesses.
         """
         inside, outside = np.sort(scores[included]), np.sort(scores[~included])
         if not len(inside) or not len(outside):
@@ -168,16 +168,16 @@ class Cut:
 
 @dataclass(frozen=True)
 class Assessment:
-    """The result for the scores.
+    """Errors, lower bounds on epsilon, and the verdict of a set of scores.
 
     Attributes:
         cuts: errors at each cut of the plan, with joint confidence limits.
         epsilon_lower: lower bound on epsilon that assumes nothing about the mechanism.
         epsilon_lower_gaussian: lower bound that assumes a Gaussian mechanism's trade-off curve.
         correct: number of right guesses.
-        guesses: number of canaries that were guessed.
+        guesses: number of canaries whose membership was guessed.
         scores: number of scores that were assessed.
-        refuted: why the scores refute the claim; empty if they do not.
+        refuted: the reason why the scores refute the claim; empty if they do not.
     """
 
     cuts: tuple[Cut, ...]
@@ -199,15 +199,15 @@ def assess(
     false_alarm_rate: float,
     independent: bool = True,
 ) -> Assessment:
-    """Errors at the plan's cuts, lower bounds on epsilon, and the verdict on scores `[N]`.
+    """Compute errors at the plan's cuts, lower bounds on epsilon, and the verdict on scores `[N]`.
 
-    Each canary was in the data by a fair coin. A true claim is refuted with a probability of at
-    most `false_alarm_rate`. If an honest mechanism's scores are independent given `included`
-    (`independent`), the rates at the cuts are compared with the claimed trade-off curve;
-    otherwise the number of right guesses with the claimed (epsilon, delta), which is weaker.
+    Fair coins must have decided which canaries were in the data. A true claim is refuted with a
+    probability of at most `false_alarm_rate`. If an honest mechanism's scores are independent
+    given `included` (`independent`), the rates at the cuts are compared with the claimed trade-off
+    curve; otherwise the number of right guesses with (epsilon, delta), which is a weaker test.
     """
     inside, outside = np.sort(scores[included]), np.sort(scores[~included])
-    # Two limits at each cut share the rate.
+    # Divide the rate among the two limits at each cut.
     limit = false_alarm_rate / (2 * len(plan.cuts))
     cuts = tuple(_cut(inside, outside, score, limit, claim) for score in plan.cuts)
     middle = _cut(inside, outside, plan.middle, (1 - confidence) / 2, None)
@@ -254,7 +254,7 @@ def _cut(
     limit: float,
     claim: Claim | None,
 ) -> Cut:
-    """Errors at one cut, with upper limits; each is too low with probability `limit`."""
+    """Return errors at one cut; each upper limit is too low with probability at most `limit`."""
     positives = len(outside) - int(np.searchsorted(outside, score))
     negatives = int(np.searchsorted(inside, score))
     most = upper_limit(positives, len(outside), limit)
@@ -269,7 +269,7 @@ def _cut(
 
 
 def upper_limit(successes: int, trials: int, level: float) -> float:
-    """Clopper and Pearson's upper limit; too low with probability `level` at most."""
+    """Return Clopper and Pearson's upper limit of a rate; too low with probability <= level."""
     if successes >= trials:
         return 1.0
     return float(betaincinv(successes + 1, trials - successes, 1 - level))
@@ -278,17 +278,17 @@ def upper_limit(successes: int, trials: int, level: float) -> float:
 def one_run_p_value(
     *, correct: int, guesses: int, canaries: int, epsilon: float, delta: float
 ) -> float:
-    """The largest probability of this many right guesses under (epsilon, delta)-privacy.
+    """Return the largest probability of `correct` or more right guesses under the claim.
 
     With W ~ Binomial(guesses, 1 / (1 + e^-epsilon)) it is P[W >= correct] + 2 canaries delta
-    max_i P[correct - i <= W < correct] / i. It holds for any dependence between canaries that the
-    mechanism makes, and for any way of guessing from its output with a fixed number of guesses.
+    max_i P[correct - i <= W < correct] / i. The bound holds for any dependence between canaries
+    that the mechanism makes, and for any method that guesses a fixed number from its output.
 
     Args:
         correct: number of right guesses, in [0, guesses].
         guesses: number of canaries whose membership is guessed, at most `canaries`.
         canaries: number of canaries; each is in the data by a fair coin of its own.
-        epsilon, delta: the claim for one canary's membership.
+        epsilon, delta: the claim, (epsilon, delta)-privacy of one canary's membership.
 
     Source:
         Steinke, Nasr, Jagielski 2023, section 5 and appendix D.
@@ -297,11 +297,11 @@ def one_run_p_value(
         return 1.0
     right = float(expit(epsilon))
     # W's probabilities rise up to its mode and then fall. So their mean over the i values below
-    # `correct` is greatest before i has passed all values of notable probability.
+    # `correct` is greatest for an i at which values with notable probability remain below.
     spread = math.sqrt(guesses * right * (1 - right))
     far = correct - guesses * right + _SPREADS * spread + _SPREADS
     i = np.arange(1, min(correct, max(int(far), 1)) + 1)
-    # No i is above correct, so the least argument is -1, which bdtr does not support.
+    # i is at most correct, so the least argument is -1, which bdtr does not support.
     least = np.where(i < correct, bdtr(np.maximum(correct - 1 - i, 0), guesses, right), 0.0)
     below = bdtr(correct - 1, guesses, right) - least
     slack = 2 * canaries * delta * float((below / i).max())
@@ -317,12 +317,12 @@ def one_run_epsilon(
     confidence: float,
     rounds: int = 30,
 ) -> float:
-    """Lower confidence bound on epsilon from right guesses in one run.
+    """Return a lower confidence bound on epsilon from the right guesses in one run.
 
     Args:
         correct, guesses, canaries, delta: see `one_run_p_value`.
         confidence: the confidence of the bound.
-        rounds: rounds of the search; the result is too low by at most 64 / 2^rounds.
+        rounds: steps of the binary search; the result is too low by at most 64 / 2^rounds.
 
     Returns:
         An epsilon >= 0. Smaller epsilons are refuted at this confidence.

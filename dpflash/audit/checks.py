@@ -1,4 +1,4 @@
-"""Named checks: find mistakes that scores of orthogonal canaries do not show. No torch.
+"""Named checks, which find mistakes that scores of orthogonal canaries do not show. No torch.
 
 Each check takes the readings of a probe and returns a `Check`, which states the false-alarm rate
 for an honest run. All rates together are at most `MOST_FALSE_ALARMS`.
@@ -18,7 +18,7 @@ MOST_FALSE_ALARMS = 1e-3
 # False-alarm rate of each check that tests a hypothesis about random numbers.
 RATE = 8e-5
 _LOW_BITS = 8
-# Allowed error of a contribution. If the squares of two shards are added, it is sqrt(2), not 1.
+# Allowed error of a contribution; sqrt(2) instead of 1 shows that the squares of shards are added.
 _TOLERANCE = 0.25
 
 
@@ -30,7 +30,7 @@ class Check:
         name: what is checked.
         ok: whether the check passed.
         false_alarm_rate: upper bound of the rate at which an honest run fails the check.
-        found: the result in words.
+        found: the measured values, as text.
     """
 
     name: str
@@ -41,16 +41,16 @@ class Check:
 
 @dataclass(frozen=True)
 class Drawn:
-    """How often each of N units was drawn in T draws, or in T rounds of cyclic draws."""
+    """How often N units were sampled in T logical batches, or in T rounds of cyclic sampling."""
 
-    counts: NDArray[np.int64]  # `[N]`: number of draws of each unit
-    sizes: NDArray[np.int64]  # `[T]`: number of units in each draw
-    most: int  # the most that one unit was in one draw
-    moved: int = 0  # number of units that were in draws of several parts
+    counts: NDArray[np.int64]  # `[N]`: how often each unit was sampled
+    sizes: NDArray[np.int64]  # `[T]`: number of units in each logical batch or round
+    most: int  # the largest count of one unit in one logical batch or round
+    moved: int = 0  # number of units that were sampled in several parts of a round
 
     @classmethod
     def of(cls, included: Iterable[NDArray[np.int64]], parts: int = 1) -> Drawn:
-        """Count draws, given as `[N]`, how often each unit is drawn. `parts` draws are a round."""
+        """Count units over logical batches, each given as counts `[N]`; `parts` make a round."""
         sizes, most = [], 0
         counts = whole = np.zeros(0, dtype=np.int64)
         seen = np.zeros((parts, 0), dtype=bool)
@@ -68,10 +68,10 @@ class Drawn:
 
 
 def check_inclusions(name: str, drawn: Drawn, rate: float, rng: np.random.Generator) -> Check:
-    """Test whether units are drawn independently at the claimed rate, in each draw.
+    """Test whether each logical batch samples units independently at the claimed rate.
 
-    Four tests share the false-alarm rate: the variances of the units' counts and of the draws'
-    sizes, each too small (shuffling) or too large; the total; and the least likely unit's count.
+    The false-alarm rate is divided among four tests: the variances of the units' counts and of the
+    batch sizes (too small by shuffling, or too large), the total, and the least likely count.
     """
     counts, sizes = drawn.counts, drawn.sizes
     draws, units = sizes.size, counts.size
@@ -97,14 +97,14 @@ def check_inclusions(name: str, drawn: Drawn, rate: float, rng: np.random.Genera
 def _continuous(
     counts: NDArray[np.int64], trials: int, rate: float, rng: np.random.Generator
 ) -> NDArray[np.float64]:
-    """Map binomial counts to standard normal numbers, at random within each step of the CDF."""
+    """Map binomial counts to standard normal numbers, uniformly within each step of the CDF."""
     law = binom(trials, rate)
     uniform = law.cdf(counts - 1) + rng.random(counts.shape) * law.pmf(counts)
     return np.asarray(ndtri(np.clip(uniform, 1e-300, 1 - 1e-16)))
 
 
 def _spread(numbers: NDArray[np.float64]) -> float:
-    """Two-sided p-value of the variance of standard normal numbers."""
+    """Return the two-sided p-value of the variance of numbers that should be standard normal."""
     law, total = chi2(numbers.size), float((numbers**2).sum())
     return min(1.0, 2 * float(min(law.cdf(total), law.sf(total))))
 
@@ -117,7 +117,7 @@ def _two_sided(count: int, trials: int, rate: float) -> float:
 def check_contributions(
     name: str, found: NDArray[np.float64], expected: NDArray[np.int64], std: float
 ) -> Check:
-    """Test whether a release contains the contribution of each drawn unit exactly once."""
+    """Test whether a release contains the contribution of each sampled unit exactly once."""
     error = np.abs(found - expected)
     wrong = int((error > _TOLERANCE).sum())
     return Check(
@@ -137,9 +137,9 @@ def check_noise_scale(name: str, vectors: NDArray[np.float64]) -> Check:
 
 
 def check_noise_correlation(name: str, vectors: NDArray[np.float64]) -> Check:
-    """Test whether any two of M noise vectors `[M, n]`, of steps or ranks, are independent.
+    """Test whether M noise vectors `[M, n]`, of several steps or ranks, are pairwise independent.
 
-    If so, the cosine r of the two vectors has (1 + r) / 2 ~ Beta((n - 1) / 2, (n - 1) / 2).
+    If they are, the cosine r of two vectors has (1 + r) / 2 ~ Beta((n - 1) / 2, (n - 1) / 2).
     """
     count, width = vectors.shape
     norms = np.linalg.norm(vectors, axis=1)
@@ -152,10 +152,10 @@ def check_noise_correlation(name: str, vectors: NDArray[np.float64]) -> Check:
 
 
 def check_noise_lags(name: str, noise: NDArray[np.float64]) -> Check:
-    """Test, for each lag, whether the noise `[T, ...]` of releases that far apart is independent.
+    """Test, for each lag, whether noise `[T, ...]` of releases with this distance is independent.
 
-    The mean product over all pairs with this lag is nearly normal. So it shows correlations that
-    are small in each pair, such as a wrong coefficient of banded noise leaves.
+    The mean product over all pairs with this lag is nearly normal. So the test also finds
+    correlations that are small in each pair, such as those from a wrong band coefficient.
     """
     rows = noise.reshape(len(noise), -1)
     products, pairs = rows @ rows.T, rows.shape[1] * np.arange(len(rows) - 1, 0, -1)
@@ -167,11 +167,11 @@ def check_noise_lags(name: str, noise: NDArray[np.float64]) -> Check:
 
 
 def check_repeats(vectors: NDArray[np.float64], std_in_steps: float) -> Check:
-    """Test whether the same noise occurs at several elements, with either sign.
+    """Test whether the same noise value occurs at several elements, with either sign.
 
-    The number of pairs of equal magnitude among N independent draws is nearly Poisson with mean
-    N^2 / (2 sqrt(pi) s), where s is the standard deviation in grid steps. `vectors` are noise over
-    its standard deviation, at elements to which no canary contributes.
+    The number of pairs of equal magnitude among N independent values is nearly Poisson with mean
+    N^2 / (2 sqrt(pi) s), where s is the standard deviation in grid steps. `vectors` are noise
+    divided by its standard deviation, at elements to which no canary contributes.
     """
     steps = np.sort(np.abs(np.rint(vectors * std_in_steps)).ravel())
     _, runs = np.unique(steps, return_counts=True)
@@ -185,9 +185,9 @@ def check_repeats(vectors: NDArray[np.float64], std_in_steps: float) -> Check:
 def check_lattice(multiples: NDArray[np.float64], std_in_steps: float) -> Check:
     """Test whether all releases are whole multiples of the public grid, with uniform low bits.
 
-    Noise drawn in floating point is not on the grid, or has zeros in its low bits where it is
-    large, and so reveals the sum to which it was added (Mironov 2012). `multiples` are the
-    released sums divided by the grid's spacing.
+    Noise drawn in floating point is not on the grid, or its low bits are zero if it is large, and
+    so reveals the sum to which it was added (Mironov 2012). `multiples` are the released sums
+    divided by the grid's spacing.
     """
     name = "lattice of the release"
     off = int((multiples != np.rint(multiples)).sum())
@@ -210,6 +210,6 @@ def check_same(name: str, first: NDArray[np.float64], second: NDArray[np.float64
 
 
 def check_charges(charged: float, due: float) -> Check:
-    """Test whether the accountant was charged for every release of the scored run."""
+    """Test whether the accountant counted every release of the scored run."""
     found = f"epsilon {charged:.6g} charged, {due:.6g} due"
     return Check("charges", charged >= due * (1 - 1e-9), 0.0, found)

@@ -27,10 +27,10 @@ def audit(
 ) -> AuditReport:
     """Test whether this engine's settings keep the epsilon that they claim.
 
-    Without scores (white box), canaries with orthogonal gradients are trained with new
-    engines that have these settings: accountant, noise, bound, clipping, sample rate and
-    exactness. The model and its data are not used, and nothing is charged. With scores (black
-    box) the training run itself is audited, by losses of canary documents that were in its data.
+    Without scores (white box), canaries, which are samples with orthogonal gradients, are trained
+    by new engines with these settings: accountant, noise, bound, clipping, sample rate and
+    exactness. The model and its data are not used, and no epsilon is spent. With scores (black
+    box), the training run itself is audited by the losses of canary documents in its data.
 
     Args:
         steps: number of releases of the claimed run; None for one epoch of the loader.
@@ -39,15 +39,15 @@ def audit(
         confidence: the confidence of each of the two bounds on epsilon.
         scores: `[N]`, higher for canaries that look trained on, such as the loss before minus
             the loss after training. The claim is then the epsilon spent so far. Pass at
-            least 240 scores: with fewer there may be no guess.
-        included: `[N]`, bool, with scores: which canaries were in the data, each by a fair
-            coin of its own.
+            least 240 scores; fewer may be too few for any guess.
+        included: `[N]`, bool, required with scores: whether each canary was in the data. A fair
+            coin for each canary must have decided this.
         seed: seed of a reproducible audit; None for secret keys and coins.
-        ranks: whether to probe two ranks too, in processes that take some seconds.
+        ranks: whether to test two ranks too, in two processes that take some seconds.
 
     Returns:
-        An `AuditReport`: `.ok`, the claimed epsilon, two lower bounds, the named checks; printed
-        as a table. It is a test, not a proof.
+        An `AuditReport` with `.ok`, the claimed epsilon, two lower bounds and the named checks;
+        `print` shows it as a table. The audit is a test, not a proof.
 
     Raises:
         ValueError: no model is private, an argument is out of its range, there are too few

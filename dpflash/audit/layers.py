@@ -1,7 +1,7 @@
-"""The audited run on layers with weights and biases: a linear layer and a norm.
+"""The audited run on layers with weights and biases: a linear layer and a layer norm.
 
 Canary i's loss is a multiple of output i of the linear layer plus output i of the norm. So its
-gradient is at element i of all four parameters, with the same absolute value.
+gradient is zero except at element i of each of the four parameters, with equal absolute values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .releases import Run
 
 
 class LayersCanaryModel(nn.Module):
-    """Computes losses [B] of canaries; each canary has an element in each of four parameters."""
+    """Computes losses [B] of canaries; each canary has one element in each of four parameters."""
 
     def __init__(self, canaries: int, *, scale: float):
         super().__init__()
@@ -22,8 +22,8 @@ class LayersCanaryModel(nn.Module):
         self.canaries, self.scale = canaries, scale
 
     def forward(self, numbers: Tensor, weights: Tensor) -> Tensor:
-        """Losses [B] of canaries `numbers` [B], multiplied by `weights` [B]."""
-        # Alternating +1 and -1, which the norm does not change, with +1 at the canary's element.
+        """Return losses [B] of canaries `numbers` [B], multiplied by `weights` [B]."""
+        # Signs alternate, so that the norm does not change them; the canary's own sign is +1.
         elements = torch.arange(self.canaries, device=numbers.device)
         signs = (1 - 2 * ((elements - numbers[:, None]) % 2)).to(weights.dtype)
         outputs = self.layer(weights.new_ones(len(numbers), 1)) + self.norm(signs)

@@ -1,7 +1,7 @@
 """The audited run on packed documents: canaries that share rows with other canaries.
 
-Each token of a document is the number of the document's canary. Padding has the number 0, which no
-document has. The losses include padding, so its contribution to a release is found at number 0.
+Each token of a document is the number of the document's canary. Padding is number 0, which is no
+document's. The losses include padding, so its contribution to a release is found at number 0.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.utils.data import DataLoader
 from ..packing import PackedBatch, PackTo
 from .releases import Run
 
-# Documents share microbatches, some draws need several microbatches, one document needs two rows.
+# Documents share microbatches, some logical batches have several, one document needs two rows.
 _TOKENS, _ROWS, _DOCUMENTS = 24, 3, 8
-# Documents are so short that one token of a neighbor is a large part of a gradient.
+# Documents are short, so that a wrong token of a neighbor is a large part of a gradient.
 _MOST_TOKENS = 3
 
 
 class PackedCanaryModel(nn.Module):
-    """Computes losses [U] of documents; each canary has a number in a table and in a layer."""
+    """Computes losses [U] of U documents; each canary has a weight in a table and in a layer."""
 
     def __init__(self, canaries: int, *, scale: float):
         super().__init__()
@@ -41,7 +41,7 @@ class PackedCanaryModel(nn.Module):
         self.scale = scale
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Losses [U]: sums over each document's tokens; the last loss includes padding."""
+        """Return losses [U], sums over each document's tokens; the last loss includes padding."""
         tokens = batch.input_ids
         table, layer = self.tables
         each = table(tokens) + layer(F.one_hot(tokens, self.canaries).double())
@@ -73,5 +73,5 @@ class PackedRun(Run):
     def _drawn(self, batch: Any) -> NDArray[np.int64]:
         tokens = np.bincount(batch.input_ids.flatten(), minlength=self.canaries)
         tokens[0] = 0
-        tokens *= bool(self.loader.is_real.any())  # A trial is not trained on.
+        tokens *= bool(self.loader.is_real.any())  # An isolation test is not trained on.
         return np.asarray(tokens // self._lengths)

@@ -1,8 +1,8 @@
 """Short runs of the engine that measure one quantity each, for the named checks.
 
 With little noise a release shows how much each canary contributed; with the audited noise and few
-canaries it shows the noise. `dpflash.audit.checks` tests these readings. With banded noise a round
-of releases, which draw the parts in turn, takes the place of each release.
+canaries it shows the noise. `dpflash.audit.checks` tests the measured values. With banded noise, a
+round of releases, which sample the parts of the data in turn, takes the place of each release.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .releases import NewEngine, Release, Run, as_it_is, mechanism_of, whitened
 
 # Noise multiplier in runs that measure contributions.
 LITTLE = 2.0**-8
-# (units, sample rate, releases); at the audited rate the number of units depends on the rate.
+# (units, sample rate, releases); for the audited rate, the rate determines the number of units.
 _FEW, _MANY, _AUDITED_RELEASES = (32, 1 / 8, 32), (64, 1 / 4, 16), 64
 _PACKED, _ENTRIES = (32, 1 / 4, 16), 2
 _DRAWN, _LEAST_UNITS, _MOST_UNITS = 8.0, 64, 1 << 14
 # Values of grad_sample_mode whose sums are exact, unless exact=False.
 _EXACT_MODES = ("auto", "instantiate")
 _NOISE_RELEASES, _NOISE_WIDTH = 16, 2048
-# Canaries per draw: a power of two, so that the sum divided by it is still on a grid.
+# Canaries per logical batch: a power of two, so that the sum divided by it is still on a grid.
 _NOISE_CANARIES = 64
-# Draws of the sampler alone, for each release at the audited rate.
+# Logical batches drawn by the sampler alone, for each release at the audited rate.
 _DRAWS = 100
-# (units, sample rate, releases); three in four of these releases draw nobody.
+# (units, sample rate, releases); three in four of these releases sample no unit.
 _EMPTY = (4, 1 / 16, 32)
 
 
@@ -46,11 +46,11 @@ class Contributions:
     """The contribution of every unit to each release, measured with little noise."""
 
     # `[T, N]`, with two tables `[T, 2 N]`: the unit's part of the release, divided by the
-    # contribution of one draw; up to noise, 1 if the unit was drawn and 0 if not
+    # contribution of one sampled unit; up to noise, 1 if the unit was sampled and 0 if not
     units: NDArray[np.float64]
-    # `[T]`: the sum of a number that all units share, divided likewise; nan if there is none
+    # `[T]`: the released sum of a parameter that all units share, divided likewise; else nan
     background: NDArray[np.float64]
-    drawn: NDArray[np.int64]  # how often the loader drew each unit; has the shape of `units`
+    drawn: NDArray[np.int64]  # how often the loader sampled each unit; has the shape of `units`
     std: float  # standard deviation of the noise in `units`
     background_std: float  # standard deviation of the noise in `background`
     rate: float  # the claimed sample rate
@@ -83,13 +83,13 @@ class Probes:
     users: Contributions  # users of two entries each
     layers: Contributions  # in the weights and biases of a linear layer and a norm
     noise: Noise  # at the audited noise multiplier
-    # `[T, tables, n]`: noise of releases that drew nobody, over its claimed standard deviation
+    # `[T, tables, n]`: noise of releases without samples, over its claimed standard deviation
     empty: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Prober:
-    """Makes short runs with engines of one kind, without trials, which release nothing."""
+    """Makes short runs with new engines, without isolation tests, which would release nothing."""
 
     new_engine: NewEngine
     privacy: PrivacyConfig
@@ -120,9 +120,9 @@ class Prober:
         *,
         prepare: Callable[[nn.Module], object] = as_it_is,
     ) -> Contributions:
-        """Releases of `units` units with little noise; all units are in the data.
+        """Measure releases of `units` units with little noise; all units are in the data.
 
-        If `privacy.unit_of` is set, it has the unit of each entry.
+        If `privacy.unit_of` is set, it contains the unit of each entry.
         """
         of = self.privacy.unit_of
         numbers = None if of is None else np.array(of)
@@ -132,34 +132,34 @@ class Prober:
         )
 
     def sampler(self, units: int, rate: float, draws: int) -> Drawn:
-        """Count draws of the private loader's sampler alone, without training."""
+        """Count units in logical batches of the private loader's sampler, without training."""
         bands = mechanism_of(self.privacy).bands
         run = self._run(self._asked(rate, 1), units)
         return Drawn.of(run.draws(draws), bands)
 
     def layers(self) -> Contributions:
-        """Releases of canaries whose gradients are in weights and biases of layers."""
+        """Measure releases of canaries whose gradients are in weights and biases of layers."""
         units, rate, releases = _FEW
         asked = self._asked(rate, releases, noise_multiplier=LITTLE)
         return _contributions(self._run(asked, units, kind=LayersRun), asked)
 
     def users(self) -> Contributions:
-        """Releases of users with two entries each; a draw of a user has both."""
+        """Measure releases of users with two entries each; a sampled user has both entries."""
         of_users = np.repeat(np.arange(_FEW[0]), _ENTRIES).tolist()
         privacy = replace(self.privacy, unit_of=of_users, examples_per_unit=_ENTRIES)
         return replace(self, privacy=privacy).contributions(*_FEW)
 
     def packed(self) -> Contributions:
-        """Releases of packed documents; unit 0 stands for padding, and is never drawn."""
+        """Measure releases of packed documents; unit 0 stands for padding, and is never drawn."""
         units, rate, releases = _PACKED
-        # Exact sums need documents that begin at multiples of 64 tokens; here neighbors touch.
+        # exact=True requires documents that begin at multiples of 64 tokens, unlike here.
         exact = "auto" if self.privacy.exact is True else self.privacy.exact
         asked = self._asked(rate, releases, noise_multiplier=LITTLE, exact=exact)
         run = self._run(asked, units, kind=PackedRun, numbers=np.arange(1, units))
         return _contributions(run, asked)
 
     def noise(self) -> Noise:
-        """The noise of releases of few canaries, whose contributions are subtracted."""
+        """Measure the noise of releases of few canaries, whose contributions are subtracted."""
         mode = self.performance.grad_sample_mode
         exact = self.privacy.exact is not False and mode in _EXACT_MODES
         asked = self._asked(1.0, _NOISE_RELEASES, exact=exact)
@@ -175,7 +175,7 @@ class Prober:
         )
 
     def empty(self) -> NDArray[np.float64]:
-        """The noise of releases that drew nobody."""
+        """Measure the noise of releases that sampled no unit."""
         units, rate, releases = _EMPTY
         asked = self._asked(rate, releases)
         run = self._run(asked, _NOISE_WIDTH, numbers=np.arange(units))
@@ -196,7 +196,7 @@ class Prober:
 
 
 def _noise_of(found: list[Release], run: Run, asked: PrivacyConfig) -> NDArray[np.float64]:
-    """`[T, tables, n]`: noise of releases, divided by its claimed standard deviation."""
+    """Return noise of releases `[T, tables, n]`, divided by its claimed standard deviation."""
     noise = [release.sums - release.drawn * run.bounds[:, None] for release in found]
     assert asked.noise_multiplier is not None
     std = asked.noise_multiplier * asked.bound
@@ -208,7 +208,7 @@ def _contributions(run: Run, asked: PrivacyConfig) -> Contributions:
     sums = np.stack([release.sums for release in found])
     tables = sums.shape[1]
     unit, common = run.bounds[:tables], float(run.bounds[-1])
-    # A draw of a user has all entries of the user.
+    # All entries of a sampled user are in the logical batch.
     drawn = np.stack([release.drawn for release in found]) // (asked.examples_per_unit or 1)
     assert asked.sample_rate is not None
     mechanism = mechanism_of(asked)

@@ -1,4 +1,4 @@
-"""Probes two ranks, in processes of their own: noise across ranks, and context shards."""
+"""Probes two ranks, each in a new process: noise across ranks, and context parallelism."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SECONDS = 180.0
 
 @dataclass(frozen=True)
 class Audited:
-    """The audited kind of engine and its settings; it can be pickled for other processes."""
+    """The class, arguments and settings of the audited engine; picklable for other processes."""
 
     engine_type: Callable[..., Any]  # class of the engines
     arguments: dict[str, Any]  # arguments of its constructor
@@ -44,7 +44,7 @@ class Audited:
     performance: PerformanceConfig  # argument of `make_private`
 
     def new_engine(self, **more: Any) -> PrivacyEngine:
-        """A new engine of this kind."""
+        """Create a new engine with these arguments and more."""
         engine: PrivacyEngine = self.engine_type(**self.arguments, **more)
         return engine
 
@@ -52,7 +52,7 @@ class Audited:
 def read_rank_noise(
     audited: Audited, mesh: DeviceMesh
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Noise over its claimed standard deviation, in sharded and in whole tables.
+    """Measure noise, divided by its claimed standard deviation, in sharded and in whole tables.
 
     Returns (`[T x tables, n / ranks]` in this rank's rows, `[T x tables, n]` in whole tables).
     """
@@ -75,7 +75,7 @@ def read_rank_noise(
 
 
 def read_shards(audited: Audited, mesh: DeviceMesh) -> Contributions:
-    """Contributions of canaries whose gradient has equal parts on every context rank.
+    """Measure contributions of canaries whose gradient has equal parts on every context rank.
 
     If ranks added the squares of their parts, the norm would be too small by sqrt(ranks), and the
     canary would be released with sqrt(ranks) times its bound.
@@ -91,7 +91,7 @@ def read_shards(audited: Audited, mesh: DeviceMesh) -> Contributions:
 
 @dataclass(frozen=True)
 class RankFindings:
-    """The readings of all ranks."""
+    """The measurements of all ranks."""
 
     # `[M, n]`, noise in rows of sharded tables, of all ranks one after another
     own: NDArray[np.float64]
@@ -104,7 +104,7 @@ class RankFailure(RuntimeError):
 
 
 class RankProbes:
-    """Runs two processes that probe while the audit goes on; a context manager that ends them."""
+    """Runs two processes that probe while the audit continues; a context that ends them."""
 
     def __init__(self, audited: Audited):
         self._folder = tempfile.TemporaryDirectory(prefix="dpflash-audit-")
@@ -132,7 +132,7 @@ class RankProbes:
         self._folder.cleanup()
 
     def read(self) -> RankFindings:
-        """Wait for both processes; a RankFailure shows the end of the output of one of them."""
+        """Wait for both processes; raise RankFailure, with the output's end, if one has failed."""
         for process in self._processes:
             try:
                 printed, _ = process.communicate(timeout=_SECONDS)
@@ -141,7 +141,7 @@ class RankProbes:
             if process.returncode != 0:
                 raise RankFailure(
                     f"ranks=True: the audit of two ranks failed ({printed[-2000:].strip()}); pass "
-                    "ranks=False (--no-ranks) where processes cannot talk to each other"
+                    "ranks=False (--no-ranks) if processes cannot communicate here"
                 )
         found = [
             pickle.loads((Path(self._folder.name) / f"found{rank}").read_bytes())

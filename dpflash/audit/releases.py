@@ -1,11 +1,11 @@
 """The audited run: canaries with orthogonal gradients, trained through the real engine.
 
-The model has one number for each canary in each of its tables, and a canary's loss is a multiple
-of the sum of its own numbers. So canary i's gradient lies in coordinates of its own, is the same
-at every step, and is longer than max_grad_norm: only clipping bounds it. In these coordinates a
-release has canary i's contribution, which is 0 or the bound, and noise that is independent of the
-noise in all other coordinates. So, given which canaries are in the data, the scores of different
-canaries are independent, and so are the scores of different steps.
+Each table of the model has one weight for each canary, and a canary's loss is a multiple of the
+sum of its own weights. So canary i's gradient lies in coordinates of its own, is the same at every
+step, and is longer than max_grad_norm, so that only clipping bounds it. In these coordinates a
+release is the sum of canary i's contribution, which is 0 or the bound, and noise that is
+independent of the noise in all other coordinates. So, given which canaries are in the data, the
+scores of different canaries are independent, and so are the scores of different steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NewEngine = Callable[..., "PrivacyEngine"]
 
 
 class CanaryModel(nn.Module):
-    """Losses [B] that are linear in two tables; each canary has a number of its own in each."""
+    """Computes losses [B] linear in two tables; each canary has its own weight in each table."""
 
     def __init__(self, canaries: int, *, scale: float, background: bool = False):
         super().__init__()
@@ -50,7 +50,7 @@ class CanaryModel(nn.Module):
         self.scale = scale
 
     def forward(self, numbers: Tensor, weights: Tensor) -> Tensor:
-        """Losses [B] of canaries `numbers` [B], multiplied by `weights` [B]."""
+        """Return losses [B] of canaries `numbers` [B], multiplied by `weights` [B]."""
         numbers = numbers[:, None]
         values = [table(numbers) for table in self.tables]
         if self.background is not None:
@@ -67,7 +67,7 @@ class Canaries(Dataset[_Batch]):
         self.weights = torch.ones(len(numbers), dtype=torch.float64)
 
     def include(self, included: NDArray[np.bool_]) -> None:
-        """Give the loss 0 to entries of canaries that are not in `included`, bool [canaries]."""
+        """Set the loss weight to 1 for canaries in `included`, bool [canaries], else to 0."""
         self.weights = torch.from_numpy(included).double()[self.numbers]
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class Canaries(Dataset[_Batch]):
 
 
 def collate(entries: Sequence[_Batch]) -> _Batch:
-    """Make a batch of entries that the dataset returned one by one, or all at once."""
+    """Make a batch of entries that the dataset returned one by one, or as one batch."""
     if len(entries) == 1 and entries[0][0].ndim == 1:
         return entries[0]
     numbers, weights = zip(*entries, strict=True)
@@ -96,13 +96,13 @@ class Release:
     # `[tables, canaries]`, float64 (in a sharded table this rank's rows): the released gradients
     # times the public expected batch size, by which the engine claims to have divided them
     sums: NDArray[np.float64]
-    background: float  # the sum in the parameter that all canaries share; nan if there is none
-    # `[canaries]`: how often each canary was among the samples of the batch, by the loader
+    background: float  # the sum in the parameter that all canaries share, else nan
+    # `[canaries]`: how often the loader sampled each canary for the logical batch
     drawn: NDArray[np.int64]
 
 
 def mechanism_of(privacy: PrivacyConfig) -> Banded:
-    """The noise mechanism of these settings; independent noise has one band."""
+    """Return the noise mechanism of these settings; independent noise has one band."""
     mechanism = privacy.noise_mechanism
     return mechanism if isinstance(mechanism, Banded) else Banded(bands=1)
 
@@ -120,14 +120,14 @@ def whitened(releases: NDArray[np.float64], mechanism: Banded) -> NDArray[np.flo
 
 
 def as_it_is(model: nn.Module) -> None:
-    """Leave the model unchanged, as the default of `Run`'s `prepare`."""
+    """Do nothing to the model: the default of `Run(prepare=)`."""
 
 
 class Run:
     """A run of the canary model with a new engine and these settings.
 
     `canaries` is the number of canaries in the model; `numbers` are the canaries of the dataset's
-    entries (by default all). With `background` the model has one table and a parameter that all
+    entries (default: all). With `background` the model has one table and a parameter that all
     canaries share, else two tables. `prepare` is called with the model before it is made private,
     for instance to shard it. `bounds` `[parameters]` is a canary's contribution to each parameter.
     """
@@ -174,14 +174,14 @@ class Run:
         self.bounds = np.array([parts[name] for name, _ in model.named_parameters()])
 
     def draws(self, count: int) -> Iterator[NDArray[np.int64]]:
-        """For each of `count` draws of the sampler, how often each entry is in it, `[entries]`."""
+        """Yield, for `count` logical batches of the sampler, the counts of entries `[entries]`."""
         sampler: Any = self.loader.batch_sampler
         for index in range(count):
             drawn = np.array(sampler.draw(index), dtype=np.int64)
             yield np.bincount(drawn, minlength=len(self.dataset))
 
     def releases(self) -> Iterator[Release]:
-        """The releases of one epoch, in order."""
+        """Train for one epoch without changing the model, and yield each release."""
         drawn = np.zeros(self.canaries, dtype=np.int64)
         device = next(self.model.parameters()).device
         with quietly():
@@ -204,7 +204,7 @@ class Run:
         return losses
 
     def _drawn(self, batch: Any) -> NDArray[np.int64]:
-        """`[canaries]`: how often each canary is among the samples of a microbatch."""
+        """Return how often each canary is sampled in a microbatch, `[canaries]`."""
         numbers, _ = batch
         return np.bincount(numbers[self.loader.is_real], minlength=self.canaries)
 
@@ -222,7 +222,7 @@ class Run:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Ignore warnings, such as those about batches of nobody, which are public here."""
+    """Ignore warnings, such as those about empty batches, which are public here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

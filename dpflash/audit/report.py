@@ -28,7 +28,7 @@ class AuditReport:
     Attributes:
         claimed_epsilon: epsilon of one canary's membership at delta, by the accountant.
         delta: the delta of the claim and of both bounds.
-        claim: the claimed mechanism in words.
+        claim: description of the claimed mechanism.
         epsilon_lower: lower bound that assumes nothing about the mechanism.
         epsilon_lower_gaussian: lower bound that assumes Gaussian noise on contributions that are
             drawn at the claimed rate (white-box mode, see `dpflash.audit.strength`), or a Gaussian
@@ -36,14 +36,14 @@ class AuditReport:
         confidence: the confidence of each of the two bounds.
         canaries: number of canaries.
         steps: number of releases.
-        scores: number of memberships that were drawn and scored.
+        scores: number of memberships that a coin decided and that were scored.
         mode: "white_box" (scores from products of the releases with the canaries' gradients) or
             "black_box" (scores from losses of canary documents).
-        checks: the named checks; empty in black-box mode.
-        assessment: errors at each cut, guesses, and why the claim is refuted.
-        curve: (false positives, least false negatives) of the claimed trade-off curve.
+        checks: results of the named checks; empty in black-box mode.
+        assessment: errors at each cut, guesses, and the reason if the claim is refuted.
+        curve: points (false positives, least false negatives) of the claimed trade-off curve.
         seeded: whether keys and coins came from a seed.
-        privacy_unit: the privacy unit of the audited settings, for which a canary stands.
+        privacy_unit: the privacy unit of the audited settings; a canary represents one unit.
     """
 
     claimed_epsilon: float
@@ -73,7 +73,7 @@ class AuditReport:
         return SCORE_FALSE_ALARMS + sum(check.false_alarm_rate for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        """A dict of plain values, in which numbers that are not finite are None."""
+        """Return the report as plain values; numbers that are not finite become None."""
         plain = {"ok": self.ok, **asdict(self), "false_alarm_rate": self.false_alarm_rate}
         found: dict[str, Any] = finite(plain)
         return found
@@ -116,7 +116,7 @@ class AuditReport:
         return f"REFUTED: {'; '.join(reasons)}"
 
     def figure(self) -> Any:
-        """A matplotlib Figure of the claimed trade-off curve and the errors found."""
+        """Return a matplotlib Figure of the claimed trade-off curve and the measured errors."""
         import matplotlib
         from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Runs an audit, that is scores and named checks, with an engine of the audited kind."""
+"""Runs an audit (scores and named checks) with new engines that have the audited settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .report import BLACK_BOX, SCORE_FALSE_ALARMS, WHITE_BOX, AuditReport
 from .scores import numbers_of, plan_for, releases_of, score
 from .strength import Strength
 
-# Scores look reversed if members' scores are lower than the others by so many standard errors.
+# Warn if scores of canaries in the data are lower on average by this many standard errors.
 _REVERSED = 5.0
 _CURVE = np.concatenate([[0.0], np.geomspace(1e-4, 0.1, 12), np.linspace(0.15, 1.0, 18)])
 
@@ -47,9 +47,9 @@ def auditable(
 ) -> tuple[PrivacyConfig, PerformanceConfig]:
     """Adapt the settings to the audit's own models; refuse settings that cannot be audited.
 
-    Settings that belong to the user's model, data or loop are reset: bounds of single groups
-    (their joint bound stays), lengths, buffers, a declared reduction, who owns which entry, the
-    size of the dataset and the budget; microbatches, the memory budget, autocast, torch.compile.
+    Settings that belong to the user's model, data or loop are reset: bounds of single groups (the
+    joint bound stays), public_length, allow_buffers, loss_reduction, unit_of, dataset_size,
+    budget, example, physical_batch_size, memory_budget, autocast and torch.compile.
     """
     positive_int(steps=steps)
     if privacy.sampling not in ("poisson", "cyclic_poisson"):
@@ -60,7 +60,7 @@ def auditable(
     if privacy.max_batch_size is not None:
         raise ValueError(
             f"max_batch_size={privacy.max_batch_size}: the audit's datasets have another size, so "
-            "truncated draws cannot be audited; audit the run without it"
+            "truncated batches cannot be audited; audit the run without max_batch_size"
         )
     if not privacy.noise_multiplier:
         raise ValueError(
@@ -70,7 +70,7 @@ def auditable(
     if privacy.unit_sampling == "example":
         raise ValueError(
             f"unit_sampling={privacy.unit_sampling!r}: the audit's claim is about a unit that is "
-            "drawn as a whole; audit a run with unit_sampling='unit', or without unit_of"
+            "sampled as a whole; audit a run with unit_sampling='unit', or without unit_of"
         )
     settings = resolved(replace(privacy, target_epsilon=None, target_delta=None), performance)
     privacy, performance = settings.privacy, settings.performance
@@ -164,22 +164,22 @@ def audit_losses(
 ) -> AuditReport:
     """Run a black-box audit of a training run, by scores from losses of canary documents.
 
-    Scores `[N]` are higher for canaries that look trained on; `included` `[N]` says which were in
-    the data, each by a fair coin of its own; the accountant has counted all releases. The cuts
-    and the number of guesses are chosen on a random half of the canaries, and the other half is
-    assessed. Losses of one model are not independent, so only the number of right guesses can
-    refute the claim. Warns if canaries that were in the data score clearly lower than the others.
+    Scores `[N]` are higher for canaries that look trained on; `included` `[N]` says whether each
+    was in the data, as its own fair coin decided; the accountant has counted all releases. The
+    cuts and the number of guesses are chosen on a random half of the canaries, and the other half
+    is assessed. Losses of one model are not independent, so only the number of right guesses can
+    refute the claim. Warns if canaries in the data have clearly lower scores than the others.
     """
     scores, included = np.asarray(scores, dtype=np.float64), np.asarray(included)
     if scores.ndim != 1 or scores.shape != included.shape:
         raise ValueError(
-            f"scores has shape {scores.shape} and included {included.shape}: expected [N] of "
-            "both, one entry for each canary"
+            f"scores has shape {scores.shape} and included {included.shape}: expected shape [N] "
+            "for both, one entry for each canary"
         )
     if included.dtype != np.bool_:
-        raise ValueError(f"included has dtype {included.dtype}: expected bool, one coin a canary")
+        raise ValueError(f"included has dtype {included.dtype}: expected bool for each canary")
     if not np.isfinite(scores).all():
-        raise ValueError("scores holds values that are not finite; leave such canaries out")
+        raise ValueError("scores contains values that are not finite; leave such canaries out")
     probability(delta=delta, confidence=confidence)
     _refuse_slow(type(accountant).mechanism())
     order = np.random.default_rng(seed).permutation(len(scores))
@@ -191,7 +191,7 @@ def audit_losses(
     if not plan.positive + plan.negative:
         raise ValueError(
             f"included says that {included.sum()} of {len(included)} canaries were in the data: "
-            "too few in or out to guess any; pass at least "
+            "too few in or out of the data for guesses; pass at least "
             f"{LEAST_CANARIES}, about half of them in"
         )
     _warn_if_reversed(scores[included], scores[~included])
@@ -212,21 +212,21 @@ def _warn_if_reversed(inside: NDArray[np.float64], outside: NDArray[np.float64])
     if inside.mean() - outside.mean() < -_REVERSED * error:
         warn(
             "scores of canaries that were in the data are clearly lower than the others, so the "
-            "guesses are wrong and refute nothing. If scores are losses, pass minus the loss, or "
-            "better the loss before minus the loss after training",
+            "guesses are wrong and refute nothing. If the scores are losses, pass minus the loss, "
+            "or better the loss before training minus the loss after training",
         )
 
 
 def _refuse_slow(mechanism: str) -> None:
     if mechanism == "prv":
         raise ValueError(
-            "accountant='prv' needs half an hour for the trade-off curve that is claimed; audit "
+            "accountant='prv' needs half an hour to compute the claimed trade-off curve; audit "
             "with 'contour'"
         )
 
 
 def named_checks(probes: Probes, rng: np.random.Generator, bands: int = 1) -> list[Check]:
-    """The checks that need one process; `bands` is the number of bands of the probed noise."""
+    """Return the checks that need one process; `bands` is the number of the noise's bands."""
     inclusions, divisor, noise = probes.inclusions, probes.divisor, probes.noise
     contributions = {
         "canaries in padding rows": probes.padding,
@@ -263,7 +263,7 @@ def named_checks(probes: Probes, rng: np.random.Generator, bands: int = 1) -> li
 
 
 def rank_checks(found: RankFindings) -> list[Check]:
-    """The checks that need two ranks."""
+    """Return the checks that need two ranks."""
     shards = found.shards
     return [
         check_noise_correlation("noise across ranks", found.own),

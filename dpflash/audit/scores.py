@@ -1,28 +1,29 @@
 """White-box scores: one log-likelihood ratio for each membership that the auditor draws.
 
-There are two experiments, by the sample rate q of the audited run:
+The sample rate q of the audited run determines the experiment:
 
 - q = 1. Every canary's membership is drawn anew before each release, by a fair coin that the
   engine does not see; a canary that is out has loss 0 ("zero_out"). A release depends on the coins
   of its own step alone. So each of the steps x canaries memberships is protected by one release,
-  and the claim is that of one Gaussian mechanism. With y the release's product with the canary's
-  direction, divided by max_grad_norm, the score is (2 y - 1) / (2 sigma^2).
+  and the claim is the claim of one Gaussian mechanism. If y is the release's product with the
+  canary's direction, divided by max_grad_norm, the score is (2 y - 1) / (2 sigma^2).
 - q < 1. Membership is drawn once: the dataset has the canaries whose coin says "in", and the
   engine draws its batches from them ("add_remove"). Each canary's membership is protected by all
-  releases together, and the claim is that of `steps` Poisson-subsampled Gaussian mechanisms.
+  releases together; the claim is the claim of `steps` Poisson-subsampled Gaussian mechanisms.
   The score is the sum over the steps t of log(1 - q + q exp((2 y_t - 1) / (2 sigma^2))), the
   log-likelihood ratio of the whole run. There is one score for each canary, not one for each of
-  the steps x canaries products: those of one canary share its coin, and no claim covers each.
+  the steps x canaries products: a canary's products share its coin, and no claim covers each.
 
-With banded noise of b bands and coefficients c_i, q is the rate at which draws of a canary's part
-draw the canary. A round of b releases, from a release t of its part on, takes the place of a
-release. With x the releases' products with the canary's direction, divided by max_grad_norm, y is
-the sum over i < b of c_i (C x)_(t+i) / |c|^2. It is the canary's contribution plus noise of
-standard deviation sigma, independent for each round. b - 1 further releases complete the last
-round of every part.
+With banded noise of b bands and coefficients c_i, the b parts of the data are sampled in turn, and
+q is the rate at which a release of the canary's part samples the canary. A round of b releases,
+from a release t of the canary's part on, takes the place of a release. Let C be the banded matrix
+of the c_i, and x the releases' products with the canary's direction, divided by max_grad_norm.
+Then y is the sum over i < b of c_i (C x)_(t+i) / |c|^2, which is the canary's contribution plus
+noise of standard deviation sigma, independent for each round. The run has b - 1 further releases
+to complete the last round of every part.
 
-In both experiments the coins are fair and independent, as the one-run bound needs, and the scores
-are independent given the coins, as the verdict and the Gaussian bound need.
+In both experiments the coins are fair and independent, as the one-run bound requires, and the
+scores are independent given the coins, as the verdict and the Gaussian bound require.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ from .strength import Strength, log_likelihood_ratio
 if TYPE_CHECKING:
     from ..engine import PrivacyEngine
 
-# Most canaries, and most canaries times releases, that are simulated to choose the cuts.
+# Limits of the simulation that chooses the cuts: canaries, and canaries times releases.
 _SIMULATED, _SIMULATED_RELEASES = 200_000, 8_000_000
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores of canaries, and the claim with which they are compared."""
+    """Scores of canaries, and the claim to test with them."""
 
     scores: NDArray[np.float64]  # `[N]`, log-likelihood ratios
-    included: NDArray[np.bool_]  # `[N]`, which canaries were in the data
-    claim: Claim  # for the membership of one canary
-    charged: float  # epsilon of all releases that the engine has charged
+    included: NDArray[np.bool_]  # `[N]`, whether each canary was in the data
+    claim: Claim  # the claim for the membership of one canary
+    charged: float  # epsilon of all releases by the engine's accountant
     due: float  # epsilon of all releases, composed from the claimed mechanism
     epsilon_lower: float  # lower bound on the claim's epsilon, see `dpflash.audit.strength`
 
@@ -76,14 +77,14 @@ def score(
 ) -> Scored:
     """Run the engine on canaries and score them; steps_per_epoch is the number of releases.
 
-    If one run is too short for a tight bound, there are further runs with all canaries in the
+    If one run is too short for a tight bound, further runs are made with all canaries in the
     data. `progress` is called after each release.
     """
     rate, noise, rounds = numbers_of(privacy)
     anew = rate == 1
     asked = replace(privacy, steps_per_epoch=releases_of(privacy))
     coins = rng.random(canaries) < 0.5
-    # An engine needs an entry: if no canary is in the data, all have entries with loss 0.
+    # A dataset must not be empty: if no canary is in the data, all have entries with loss 0.
     numbers = None if anew or not coins.any() else np.flatnonzero(coins)
     engine = new_engine()
     run = Run(engine, asked, performance, canaries=canaries, numbers=numbers, device=device)
@@ -133,9 +134,9 @@ def _products(
     *,
     anew: bool = False,
 ) -> Iterator[_Products]:
-    """After each release: (canaries `[n]` whose round it ends, their products y, their coins).
+    """Yield after each release (canaries `[n]` whose round ends, their products y, their coins).
 
-    `coins` `[canaries]` are the coins of the first release; with `anew` each release has new ones.
+    `coins` `[canaries]` are the coins of the first release; with `anew` each release has its own.
     """
     mechanism = mechanism_of(privacy)
     bands, c = mechanism.bands, np.array(mechanism.coefficients)
@@ -157,9 +158,9 @@ def _products(
 
 
 def _parts(run: Run, bands: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """`[canaries]`: the number, modulo the bands, of the draws in which a canary may be.
+    """Return, `[canaries]`, the number modulo the bands of the releases that may sample a canary.
 
-    For a canary that is in no draw it is random: the canary adds nothing to any release.
+    For a canary that is never sampled, the number is random, since it contributes to no release.
     """
     parts = rng.integers(bands, size=run.canaries)
     if bands > 1:
@@ -169,7 +170,7 @@ def _parts(run: Run, bands: int, rng: np.random.Generator) -> NDArray[np.int64]:
 
 
 def numbers_of(privacy: PrivacyConfig) -> tuple[float, float, int]:
-    """(sample rate of a part, noise multiplier, rounds); with one band rounds are releases."""
+    """Return (sample rate of a part, noise multiplier, rounds); one band: rounds = releases."""
     rate, noise = privacy.sample_rate, privacy.noise_multiplier
     steps = privacy.steps_per_epoch
     assert rate is not None and noise is not None and steps is not None
@@ -178,13 +179,12 @@ def numbers_of(privacy: PrivacyConfig) -> tuple[float, float, int]:
 
 
 def releases_of(privacy: PrivacyConfig) -> int:
-    """The number of releases that complete the rounds of every part."""
+    """Return the number of releases that complete the rounds of every part."""
     bands = mechanism_of(privacy).bands
     return numbers_of(privacy)[2] * bands + bands - 1
 
 
 def _composed(engine: PrivacyEngine, event: Event, count: int) -> Accountant:
-    """An accountant of the engine's kind that has composed `count` events."""
     name = type(engine.accountant).mechanism()
     accountant = create_accountant(name, neighboring_relation=event.relation)
     accountant.compose(event, count)
@@ -209,7 +209,7 @@ def plan_for(
     confidence: float,
     rng: np.random.Generator,
 ) -> Plan:
-    """The plan for scores of the claimed mechanism, from a simulation of it."""
+    """Return the plan for scores of the claimed mechanism, from a simulation of the mechanism."""
     rate, noise, rounds = numbers_of(privacy)
     releases = 1 if rate == 1 else rounds
     count = min(_SIMULATED, max(2_000, _SIMULATED_RELEASES // releases))

@@ -1,9 +1,9 @@
-"""Strength: the bound on epsilon that assumes that releases are subsampled Gaussian mechanisms.
+"""The lower bound on epsilon that assumes that releases are subsampled Gaussian mechanisms.
 
 A canary's part of a release is y ~ (1 - q) N(0, s^2) + q N(c, s^2) if the canary is in the data,
 and N(0, s^2) if it is not. The rate q is the claimed rate. The contribution c and the standard
 deviation s of the noise are estimated, so both too little noise and missing clipping are found.
-All releases of all canaries are used; a guess for each canary would use one bit of them.
+All releases of all canaries are used; a guess for each canary would use only one bit of them.
 
 Source:
     Agrawal et al. 2026 (arXiv 2606.12733) for the sum of a canary's products in place of guesses.
@@ -21,7 +21,7 @@ from scipy.special import ndtri
 
 # Width of the bins in which products are counted, and their range, in standard deviations.
 _BIN, _FARTHEST = 0.01, 12.0
-# Greatest contribution that is considered, divided by the claimed one.
+# Largest contribution that is considered, divided by the claimed contribution.
 _MOST = 8.0
 # Wanted precision: the lower confidence limit of the contribution is 8% below its estimate.
 _WANTED = 0.08
@@ -30,7 +30,7 @@ _WANTED = 0.08
 def log_likelihood_ratio(
     y: NDArray[np.float64], noise_multiplier: float, sample_rate: float, contribution: float = 1.0
 ) -> NDArray[np.float64]:
-    """Log-likelihood ratio of y between a canary in the data and a canary out of the data."""
+    """Return the log-likelihood ratio of y: canary in the data against canary out of the data."""
     whole: NDArray[np.float64] = contribution * (2 * y - contribution) / (2 * noise_multiplier**2)
     if sample_rate == 1:
         return whole
@@ -49,7 +49,7 @@ class Strength:
         self._squares, self._products = 0.0, 0
 
     def note(self, y: NDArray[np.float64], included: NDArray[np.bool_]) -> None:
-        """Count a release's products `[N]`, divided by max_grad_norm."""
+        """Count the products `[N]` of a release with N canaries, divided by max_grad_norm."""
         inside = y[included]
         bins = np.searchsorted(self._edges, inside)
         self._counts += np.bincount(bins, minlength=len(self._counts))
@@ -58,14 +58,14 @@ class Strength:
         self._products += len(y)
 
     def further_runs(self, canaries: int, steps: int) -> int:
-        """Number of further runs, with all canaries in the data, for a tight bound; at most 2."""
+        """Return the number of further runs that a tight bound needs (all canaries in); max. 2."""
         if self._rate == 1:
             return 0
         needed = (float(ndtri(0.95)) * self._noise / (_WANTED * self._rate)) ** 2 / steps
         return int(min(2, max(0, math.ceil(needed / canaries - 0.5))))
 
     def noise_multiplier(self, confidence: float) -> float:
-        """Upper confidence limit of the noise's std over a contribution; inf if none is found."""
+        """Return an upper limit of noise std / contribution; inf if no contribution is found."""
         if self._products < 2 or not self._counts.any():
             return math.inf
         used = self._counts > 0
@@ -78,7 +78,7 @@ class Strength:
             return float(counts @ in_data) - of_noise
 
         def greatest(ratio: float) -> float:
-            """The likelihood, maximized over the noise."""
+            """Return the log-likelihood, maximized over the noise."""
             found = minimize_scalar(
                 lambda noise: -likelihood(ratio, noise),
                 bounds=(spread / 4, 2 * spread),

@@ -19,11 +19,11 @@ from ..engine import PrivacyEngine
 class KeepPrivacy(Callback):
     """Callback that saves and loads an engine with the checkpoints of a Trainer.
 
-    Without the callback, a run that resumes from a checkpoint draws other batches, and only an
-    engine with a ledger remembers what was spent. With a ledger, steps after an older checkpoint
-    stay counted too.
+    Without the callback, a run that resumes from a checkpoint samples other batches, and the
+    privacy that earlier steps spent is known only if the engine has a ledger. With a ledger,
+    steps that were made after an older checkpoint stay counted too.
 
-    Keep the checkpoints secret, and release `module.state_dict()`.
+    Keep the checkpoints secret; the model to publish is `module.state_dict()`.
 
     Args:
         engine: the engine whose `make_private` makes the model private, at the latest in
@@ -47,15 +47,15 @@ class KeepPrivacy(Callback):
             return {"engine": torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the engine's checkpoint until the optimizer exists."""
+        """Hold the engine's checkpoint until the optimizer exists, when it can be loaded."""
         self._saved = state_dict["engine"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Load the engine after Lightning has loaded everything else."""
+        """Load the engine's checkpoint, after Lightning has loaded the rest."""
         self._load()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Load the engine of a run that had already finished, so that its epsilon is not 0."""
+        """Load the checkpoint of a run that had already finished, so that epsilon is not 0."""
         self._load()
 
     def _load(self) -> None:

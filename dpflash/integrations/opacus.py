@@ -42,7 +42,7 @@ _accountants_before: dict[str, type | None] = {}
 _accountants_of_ours: dict[str, type] = {}
 
 _GRAM_CHUNK_ELEMENTS = 1 << 22
-# A Gram norm smaller than this times its terms is recomputed, because of fp32 cancellation.
+# Squared norms below this fraction of their terms (fp32 cancellation) are computed once more.
 _CANCELLATION = 1 / 1024
 
 
@@ -51,9 +51,9 @@ def register(*, replace_accountants: bool = False) -> None:
 
     `nn.Linear` and `nn.Embedding` get dpflash's norm samplers, for `grad_sample_mode="ghost"` and
     its variants. Subclasses of these two keep Opacus' norm samplers. LayerNorm and RMSNorm keep
-    Opacus' computation: their norms need no [T, T] matrix, and with a norm sampler Opacus would
-    refuse a layer that is called twice. Models that Opacus has already wrapped use the new norms
-    from their next backward on.
+    Opacus' computation, because their norms need no [T, T] matrix, and because Opacus refuses a
+    layer with a norm sampler that is called twice. Models that Opacus has already wrapped use the
+    new norms from their next backward on.
 
     Each accountant of `dpflash.accounting` is registered under its name with the prefix
     ``"dpflash_"``, so that `PrivacyEngine(accountant="dpflash_rdp")` uses it. It loads states that
@@ -69,8 +69,8 @@ def register(*, replace_accountants: bool = False) -> None:
     Guarantees:
         A norm is the norm of the sample's gradient as Opacus defines it, accumulated in fp32 or
         wider, so that norms of 16-bit models are never rounded to 16 bits. A sample whose gradient
-        is not finite has the norm inf, and so the clipping factor 0. But nonfinite values of its
-        forward still reach the sum, because Opacus multiplies them by this factor 0. No [T, T]
+        is not finite has the norm inf, and therefore the clipping factor 0. Nonfinite values of
+        its forward still reach the sum, because Opacus multiplies them by the factor 0. No [T, T]
         matrix is made unless it is smaller than a quarter of the sample's gradient [O, I].
     """
     _check_version()
@@ -111,14 +111,14 @@ def unregister() -> None:
 def use_secure_noise(optimizer: _Optimizer) -> _Optimizer:
     """Make an optimizer of Opacus draw its noise from ChaCha20, keyed by the operating system.
 
-    Use this function in place of `secure_mode=True`, which needs torchcsprng. Call it for the
+    Use this function in place of `secure_mode=True`, which needs torchcsprng. Call it on the
     optimizer that `make_private` returned, and again after another `make_private`. The optimizer's
-    class is replaced by a subclass. Its standard deviations (also with per-layer and adaptive
-    clipping or noise schedulers), its step hooks and therefore the accounting do not change.
+    class is replaced by a subclass. The noise's standard deviations (also with per-layer and
+    adaptive clipping or noise schedulers), step hooks and therefore accounting do not change.
 
     Args:
         optimizer: the optimizer that `opacus.PrivacyEngine.make_private` returned: `DPOptimizer`,
-            its ghost, per-layer or adaptive variant, or your own subclass. In one process only.
+            its ghost, per-layer or adaptive variant, or your own subclass; in one process only.
 
     Returns:
         The same object.
@@ -126,18 +126,19 @@ def use_secure_noise(optimizer: _Optimizer) -> _Optimizer:
     Raises:
         ImportError: Opacus is missing, or older than 1.6.
         ValueError: the optimizer is not Opacus', is for several processes, is in secure_mode, or
-            has a noise_generator. A later step raises RuntimeError, and releases nothing, if some
-            noise would have another source (the quantile of `PrivacyEngineAdaptiveClipping`).
+            has a noise_generator.
+        RuntimeError: by a later step, which then releases nothing, if some noise would come from
+            another source, as for the quantile of `PrivacyEngineAdaptiveClipping`.
 
     Guarantees:
-        Each release draws a new 32-byte key from the operating system and numbers the draws under
-        this key, so no two parameters and no two steps share noise, also after a resume, a copy
-        or a fork: there is no state that could be stored or repeated.
-        A 16-bit parameter gets noise rounded to 16 bits, as in Opacus.
+        Each release takes a new 32-byte key from the operating system, and numbers its noise
+        tensors under this key. So no two parameters and no two steps share noise, also after a
+        resume, a copy or a fork: there is no state that could be stored or repeated.
+        The noise of a 16-bit parameter is rounded to 16 bits, as in Opacus.
         Noise is a correctly rounded Gaussian on a public grid. Opacus' sum is rounded to the grid
         before the noise is added, and the result is rounded once.
-        Not covered: the sampling of batches, which uses torch's generator, and the rounding of
-        Opacus' own norms and sums.
+        No guarantee covers the sampling of batches, which uses torch's generator, or the rounding
+        of Opacus' own norms and sums.
     """
     _check_version()
     from opacus.optimizers import DPOptimizer
@@ -217,7 +218,7 @@ def _accountant_for_opacus(plain: type[Accountant], name: str) -> type[Accountan
 def _linear_norms(
     layer: nn.Linear, activations: list[Tensor], backprops: Tensor
 ) -> dict[Tensor, Tensor]:
-    """Norms [B] of the weight's and the bias's per-sample gradients.
+    """Return the norms [B] of the per-sample gradients of the weight and of the bias.
 
     The input [B, ..., I] is cast to the dtype of backprops [B, ..., O], as autocast cast it.
     """
@@ -237,7 +238,7 @@ def _linear_norms(
 def _embedding_norms(
     layer: nn.Embedding, activations: list[Tensor], backprops: Tensor
 ) -> dict[Tensor, Tensor]:
-    """Norms [B] of the table's per-sample gradients, which exclude the row of padding_idx."""
+    """Return the norms [B] of the table's per-sample gradients, without the padding_idx row."""
     if not layer.weight.requires_grad:
         return {}
     if layer.scale_grad_by_freq:
@@ -269,13 +270,13 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _norms(squares: Tensor, dy: Tensor) -> Tensor:
-    """Return square roots, with inf for NaN, since NaN would make the clipping factor NaN."""
+    """Return the square roots; NaN becomes inf, since NaN would make the clipping factor NaN."""
     norms = squares.sqrt().to(torch.promote_types(dy.dtype, torch.float32))
     return norms.masked_fill(norms.isnan(), float("inf"))
 
 
 def _squared_grad_norm(x: Tensor, dy: Tensor) -> Tensor:
-    """||dy_i^T x_i||^2, [B]; with few tokens computed from Gram matrices, chunk by chunk."""
+    """Return ||dy_i^T x_i||^2, [B]; with few tokens, by Gram matrices of chunks of samples."""
     batch, tokens, inputs = x.shape
     outputs = dy.shape[2]
     if batch == 0:
@@ -301,7 +302,7 @@ def _gram_norm(x: Tensor, dy: Tensor) -> Tensor:
     return squares
 
 
-# The functions that Opacus adds noise to a sum with.
+# The functions by which Opacus adds noise to a sum.
 _ADDITIONS = (torch.Tensor.add, torch.Tensor.__add__, torch.add)
 
 
@@ -350,7 +351,7 @@ class _NoiseSource(TorchFunctionMode):
         if mean != 0 or generator is not None:
             raise RuntimeError(
                 f"noise with mean={mean!r} and generator={generator!r} is not the optimizer's: "
-                "do not change them after use_secure_noise(optimizer)"
+                "do not change mean and generator after use_secure_noise(optimizer)"
             )
         dtype = dtype or torch.get_default_dtype()
         wide = torch.promote_types(dtype, torch.float32)
@@ -369,7 +370,7 @@ class _NoiseSource(TorchFunctionMode):
 
 
 class _SecureNoise:
-    """A mixin that draws an Opacus optimizer's noise; it precedes the optimizer's class."""
+    """Mixin that draws the noise of an Opacus optimizer; a base before the optimizer's class."""
 
     def add_noise(self: Any) -> None:
         if hasattr(self, "_adjusted_noise_multiplier"):

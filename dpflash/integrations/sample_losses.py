@@ -1,9 +1,9 @@
 """Per-sample losses of transformers' models, from their logits and labels.
 
 The models' own loss is a mean over the tokens of the whole batch, which couples its samples. Here
-each sample's loss is the mean over its own valid labels. For a batch of one sample both are equal,
-which `other_loss` checks. `changed_in_company` checks that a sample has the same loss alone and in
-a batch of several.
+each sample's loss is the mean over its own valid labels. For a batch of one sample the two losses
+are equal, which `other_loss` checks. `changed_in_company` checks that a sample's loss is the same
+in a batch of one sample and in a batch of several.
 
 Letters: B samples, T tokens, V classes.
 """
@@ -24,9 +24,9 @@ from ..verification.nested import tensors_of
 
 _COUPLED = (
     "the loss of a made-up entry is {own:.6g} alone and {other:.6g} in a batch with others, so it "
-    "depends on them, or on how far it is padded: padding on the left shifts absolute positions "
-    "and makes the first token a target; there may be no attention_mask; or compute_loss_func "
-    "divides by a number of the batch. Pad on the right, or all entries to one length "
+    "depends on the other entries or on how far it is padded: padding on the left shifts absolute "
+    "positions and makes the first token a target, the attention_mask may be missing, or "
+    "compute_loss_func may divide by a number of the batch. Pad on the right or to one length "
     "(padding='max_length', or dpflash.sampling.PadTo), pass the attention_mask, and compute each "
     "loss from its own sample"
 )
@@ -34,7 +34,7 @@ _PACKED_COUPLED = (
     "the loss of a made-up document is {own:.6g} alone and {other:.6g} when packed with others, "
     "so the model does not keep them apart by position_ids. Load a model of attention layers "
     "with attn_implementation='sdpa', 'eager', 'flash_attention_2' or 'dpflash', or train "
-    "with one document a row (dpflash.sampling.PadTo in place of PackTo)"
+    "with one document per row (dpflash.sampling.PadTo in place of PackTo)"
 )
 
 SampleLoss = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> [B]
@@ -42,12 +42,12 @@ SampleLoss = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) -> [B]
 _PASS_YOUR_OWN = (
     "pass compute_loss_func=f, where f(outputs, labels, num_items_in_batch) returns one loss for "
     "each sample, [B], computed from that sample alone; or override compute_loss of DPTrainer, "
-    "which gets the whole batch and must return losses [B]"
+    "which receives the whole batch and must return losses [B]"
 )
 
 
 def sample_loss(model: nn.Module) -> SampleLoss:
-    """Return the per-sample loss of a model's task, which its class name tells; else raise."""
+    """Return the per-sample loss function for a model's class; raise if none is known."""
     from transformers.models.auto import modeling_auto as auto
 
     base = plain_model(model)
@@ -68,7 +68,7 @@ def sample_loss(model: nn.Module) -> SampleLoss:
             if any(type(base).__name__ in ((c,) if isinstance(c, str) else c) for c in classes):
                 return loss
     raise ValueError(
-        f"model={type(base).__name__}: its loss is not known for single samples; {_PASS_YOUR_OWN}"
+        f"model={type(base).__name__}: its per-sample loss is not known; {_PASS_YOUR_OWN}"
     )
 
 
@@ -79,7 +79,7 @@ def plain_model(model: nn.Module) -> Any:
 
 
 def losses_of(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> tuple[Tensor, Any]:
-    """Return (losses `[B]`, outputs) of a model on inputs, which must have labels."""
+    """Return (losses `[B]`, outputs) of a model on inputs, which must contain labels."""
     if isinstance(inputs, PackedBatch):
         return packed_losses(model, inputs)
     require_labels(inputs)
@@ -98,7 +98,7 @@ def losses_of(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> 
 
 
 def _shifted_right(labels: Tensor, config: Any) -> Tensor:
-    """The decoder's inputs for labels `[B, T]`: the start token, then all labels but the last."""
+    """Return decoder inputs for labels `[B, T]`: the start token, then all but the last label."""
     first = torch.full_like(labels[:, :1], config.decoder_start_token_id)
     tokens = torch.cat([first, labels[:, :-1]], dim=1)
     return tokens.masked_fill(tokens == -100, config.pad_token_id)
@@ -112,13 +112,13 @@ def _with_virtual_tokens(labels: Tensor, logits: Tensor, model: nn.Module) -> Te
     config: Any = getattr(model, "active_peft_config", None)
     if not getattr(config, "is_prompt_learning", False) or labels.ndim != 2 or logits.ndim != 3:
         return labels
-    # With prefix tuning there are no logits of virtual tokens, so nothing is prepended.
+    # Prefix tuning has no logits for virtual tokens, so nothing is prepended.
     return nn.functional.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=-100)
 
 
 def packed_losses(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Any]:
     """Return (losses `[max_documents]`, outputs) of a causal model on packed documents."""
-    # With a cache, transformers' models ignore the documents in position_ids.
+    # With a cache, transformers' models ignore the document borders in position_ids.
     has_cache = hasattr(plain_model(model).config, "use_cache")
     outputs = model(
         input_ids=batch.input_ids,
@@ -135,7 +135,7 @@ def packed_losses(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Any]:
 
 
 def of_documents(found: Tensor, batch: Any) -> Tensor:
-    """Return the losses of the documents that have tokens; if not packed, all losses."""
+    """Return the losses of documents that have tokens; all losses if the batch is not packed."""
     if not isinstance(batch, PackedBatch):
         return found
     return found[[start != end for start, end in batch.units.spans]]
@@ -152,7 +152,7 @@ def require_labels(inputs: Mapping[str, Any]) -> None:
 
 
 def are_equal(one: Any, two: Any) -> bool:
-    """Whether two batches of the same entries have equal tensors (no random masks or labels)."""
+    """Whether two batches of the same entries are equal, that is, collating them is not random."""
     pairs = zip(tensors_of(one), tensors_of(two), strict=True)
     return all(x.shape == y.shape and torch.equal(x, y) for (_, x), (_, y) in pairs)
 
@@ -165,11 +165,11 @@ def changed_in_company(
     *,
     rounding: float,
 ) -> str | None:
-    """Return an error message if a sample's loss changes among other samples, else None.
+    """Return an error message if a sample's loss changes in a batch with others, else None.
 
     `alone` are batches of one sample each; `together` begins with these samples in this order.
-    `again` is `together` once more: if its losses differ, they are random, and the result is None.
-    `rounding` is the relative and absolute tolerance.
+    `again` is `together` once more: if the losses of the two differ, losses are random, and None
+    is returned. `rounding` is the relative and absolute tolerance.
     """
     in_company = losses_of_batch(together).float()
     repeated = losses_of_batch(again).float()
@@ -184,9 +184,9 @@ def changed_in_company(
 
 
 def other_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) -> str | None:
-    """Return an error message if the model's own loss of one sample is not `loss`, else None.
+    """Return an error message if the model's own loss of one sample differs from `loss`.
 
-    Return None too if one of the two losses is not finite.
+    Return None if the losses agree, or if one of the two losses is not finite.
     """
     ours = of_documents(losses_of(model, inputs, loss)[0], inputs)
     given = inputs
@@ -208,17 +208,17 @@ def other_loss(model: nn.Module, inputs: Mapping[str, Any], loss: SampleLoss) ->
 
 
 def rounding_of(model: nn.Module) -> float:
-    """The tolerance for two losses that differ by rounding alone."""
+    """Return the tolerance for two losses that should be equal up to rounding."""
     narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     return 3e-2 if narrow else 1e-3
 
 
 @contextmanager
 def tried(model: nn.Module) -> Iterator[None]:
-    """In the block the model is in eval mode, builds no graph and accepts any token.
+    """Context in which the model is in eval mode, without autograd, and accepts any token id.
 
-    Afterwards the modules' attributes, submodules and training flags are restored: BigBird, for
-    example, replaces its attention layers permanently at the first short batch.
+    On exit the modules' attributes, submodules and training flags are restored, because BigBird,
+    for example, replaces its attention layers permanently at the first short batch.
     """
     before = [
         (held, dict(held))
@@ -236,7 +236,7 @@ def tried(model: nn.Module) -> Iterator[None]:
 
 
 def _classification(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
-    """Losses of logits `[B, V]`; the config's problem_type, or the labels' dtype, decides."""
+    """Return losses `[B]` of logits `[B, V]`, by config.problem_type or else the labels' dtype."""
     problem = config.problem_type
     if problem is None:
         if config.num_labels == 1:

@@ -54,8 +54,8 @@ from .training_data import share_entries
 _log = logging.getLogger(__name__)
 
 LEDGER = "ledger.jsonl"
-# The folder of the engines' checkpoints, which contain the noise key if there is a seed. It is
-# not inside checkpoint-N, which trackers may upload; the Hub skips names that begin with "_".
+# The folder of the engine's checkpoints, which contain the noise key if the engine has a seed. It
+# is outside of checkpoint-N, which trackers may upload; the Hub skips names that begin with "_".
 SECRET = "_secret"
 # Settings of trackers that upload all of output_dir.
 _UPLOADS = {
@@ -66,7 +66,7 @@ _UPLOADS = {
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
 _PUBLIC_STATE = (_SCHEDULER, "trainer_state.json")
 
-# Keys that are logged besides metrics of evaluations; other keys depend on the training data.
+# Keys that are logged besides evaluation metrics; other keys depend on the training data.
 _PUBLIC = ("learning_rate", "epoch", "step", "epsilon")
 _EVALUATIONS = ("eval_", "test_")
 _KNOWN_PRIVATE = (
@@ -80,40 +80,40 @@ _KNOWN_PRIVATE = (
 
 _LIBRARIES = ("transformers", "trl", "dpflash")
 _OWN_BATCHES = (
-    "privacy decides how batches are drawn. Remove the method; collate entries by data_collator=, "
-    "and weight classes in the loss"
+    "private training samples the batches itself. Remove the method; collate entries by "
+    "data_collator=, and weight classes in the loss"
 )
-_ONE_DEVICE = "one process trains on one device; docs/ranks.md shows several"
-# Argument -> (the values that are allowed, what to do).
+_ONE_DEVICE = "one process trains on one device; docs/ranks.md shows how to use several"
+# Argument -> (allowed values, remedy in the error message).
 _Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 _REFUSED_ARGUMENTS: _Refused = {
     "auto_find_batch_size": ((False,), "pass PerformanceConfig(physical_batch_size=...)"),
     "gradient_accumulation_steps": (
         (1,),
         "per_device_train_batch_size is the expected batch size of a step; pass "
-        "PerformanceConfig(physical_batch_size=...) to compute it in parts",
+        "PerformanceConfig(physical_batch_size=...) to compute a step in microbatches",
     ),
     "train_sampling_strategy": (
         ("random",),
-        "privacy decides how batches are drawn; leave it out, and pad to one length "
+        "private training samples the batches itself; leave it out, and pad to one length "
         "(dpflash.sampling.PadTo)",
     ),
-    "group_by_length": ((False,), "privacy decides how batches are drawn; leave it out"),
-    "dataloader_drop_last": ((False,), "every sample must be drawn with its rate; leave it out"),
+    "group_by_length": ((False,), "private training samples the batches itself; leave it out"),
+    "dataloader_drop_last": ((False,), "each entry must keep its sample rate; leave it out"),
     "label_smoothing_factor": (
         (0, None),
         "pass compute_loss_func=f, where f(outputs, labels, num_items_in_batch) returns [B]",
     ),
     "max_grad_norm": (
         (0, 1.0, None),  # 1.0 is the default of TrainingArguments
-        "the bound of a sample is PrivacyConfig(max_grad_norm=...), and the sum is not clipped "
-        "again; leave it out here",
+        "the engine clips each sample's gradient, and the sum is not clipped again; leave it out "
+        "here, and pass PrivacyConfig(max_grad_norm=...)",
     ),
     "debug": (("", []), "it prints private activations and gradients; leave it out"),
     "fp16": ((False,), "clipped sums must not be scaled; use bf16=True"),
     "torch_compile": ((False,), "pass PerformanceConfig(optimize='aggressive')"),
     "use_liger_kernel": ((False,), "its layers have no per-sample gradients; leave it out"),
-    "neftune_noise_alpha": ((None,), "its noise is drawn outside of the private model"),
+    "neftune_noise_alpha": ((None,), "its noise is added outside of the private model; drop it"),
     "include_num_input_tokens_seen": (
         ("no", False),
         "the number of tokens is private, as batch sizes are; leave it out",
@@ -133,12 +133,12 @@ _REFUSED_ARGUMENTS: _Refused = {
 
 
 class DPTrainer(Trainer):
-    """`transformers.Trainer` with differential privacy. One step is one private logical batch.
+    """`transformers.Trainer` with differential privacy. Each step trains on one logical batch.
 
     `args.per_device_train_batch_size` is the expected batch size of a step, and an epoch has a
-    public number of steps. Losses are per sample: the mean over a sample's own labels, for
-    language models (causal, masked, sequence to sequence) and classification; for other models
-    pass `compute_loss_func`, which must return `[B]`. Trainer's own gradient clipping is off.
+    public number of steps. For language models (causal, masked, sequence to sequence) and
+    classifiers, a sample's loss is the mean over its own labels; for other models pass
+    `compute_loss_func`, which must return losses `[B]`. Trainer's own gradient clipping is off.
 
     With ``data_collator=dpflash.packing.PackTo(...)`` a causal language model trains on packed
     documents: each entry of train_dataset is one document, and `args.per_device_train_batch_size`
@@ -148,9 +148,9 @@ class DPTrainer(Trainer):
     If `privacy` has `unit_of`, the batch size and the length of an epoch count units, such as
     users, and the ledger requires `unit_name`.
 
-    The ledger is `<output_dir>/ledger.jsonl`. Runs with the same output_dir add up, and steps that
-    a resumed run repeats stay counted. `<output_dir>/_secret` is needed to resume: keep it secret.
-    Release what `save_model` writes.
+    The ledger is `<output_dir>/ledger.jsonl`. The privacy spent by runs with the same output_dir
+    adds up, and steps that a resumed run repeats stay counted. `<output_dir>/_secret` is needed to
+    resume: keep it secret. The model to publish is the folder that `save_model` writes.
 
     Logs, trackers, `trainer_state.json` and the result of `train` contain the step, the learning
     rate, epsilon and metrics of evaluations, but no loss, norm, time or count of the training
@@ -158,26 +158,26 @@ class DPTrainer(Trainer):
 
     Args:
         model, args, options: the arguments of `transformers.Trainer`, such as train_dataset.
-        privacy: has target_epsilon and target_delta (the noise is then chosen for the steps that
-            `args` asks for), or noise_multiplier and target_delta (epsilon is reported at it).
+        privacy: a configuration with target_delta and either target_epsilon, for which the noise
+            multiplier is chosen from the number of steps in `args`, or noise_multiplier.
         performance: None for the defaults.
         engine: your own engine, with a ledger; None for a new engine.
-        log_private_metrics: log the loss and the other numbers of Trainer too. Keep these logs
-            secret: no epsilon covers them.
+        log_private_metrics: whether to log the loss and the other numbers of Trainer too. Keep
+            such logs secret: no epsilon covers them.
 
     Attributes:
         engine: the `PrivacyEngine`.
 
     Raises:
-        ValueError: names an option that is not supported in private training, and what to do.
+        ValueError: an option is not supported in private training; the message states a remedy.
 
     Guarantees:
         The guarantees of `PrivacyEngine`, for one entry of train_dataset as the privacy unit, or
-        for one user if `privacy` has unit_of. Parameters and epsilon are the same as those of a
-        plain loop with the same engine, arguments and losses.
+        for one user if `privacy` has unit_of. Parameters and epsilon are the same as in a plain
+        training loop with the same engine, arguments and losses.
     """
 
-    # Whether a path may be passed as the model, and which more arguments are refused.
+    # Whether the model may be a path; refused arguments besides _REFUSED_ARGUMENTS.
     _loads_models = False
     _refused: _Refused = {}
 
@@ -200,8 +200,8 @@ class DPTrainer(Trainer):
             raise ValueError(f"model={model!r}: expected a module, as from_pretrained returns")
         options["callbacks"] = [_Checkpoints(self), *(options.get("callbacks") or [])]
         super().__init__(model=model, args=copy.copy(args), **options)
-        self._check_arguments(self.args)  # the defaults for args=None, and what Trainer changed
-        # Samples are clipped by the engine; a resumed loader continues by itself.
+        self._check_arguments(self.args)  # may be defaults, or changed by Trainer
+        # The engine clips samples, and restores the position of a resumed loader.
         vars(self.args).update(max_grad_norm=0.0, ignore_data_skip=True)
         if self.accelerator.gradient_accumulation_steps != 1:
             raise ValueError(
@@ -233,7 +233,7 @@ class DPTrainer(Trainer):
         self._is_evaluating = self._has_met_drawn = False
 
     def get_epsilon(self) -> float:
-        """Return epsilon spent so far by all runs of the ledger, at `privacy.target_delta`."""
+        """Return the epsilon of all runs in the ledger so far, at `privacy.target_delta`."""
         assert self._privacy.target_delta is not None
         return self.engine.get_epsilon(self._privacy.target_delta)
 
@@ -255,8 +255,8 @@ class DPTrainer(Trainer):
         optimizer = str(getattr(args.optim, "value", args.optim))
         if "lomo" in optimizer or "layerwise" in optimizer:
             raise ValueError(
-                f"args.optim={optimizer!r}: it steps inside of the backward, before the noise; "
-                "use 'adamw_torch'"
+                f"args.optim={optimizer!r}: this optimizer steps during the backward, before "
+                "noise is added; use 'adamw_torch'"
             )
         strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
         if args.push_to_hub and "checkpoint" in strategy:
@@ -270,11 +270,11 @@ class DPTrainer(Trainer):
         if getattr(config, "output_router_logits", False):
             raise ValueError(
                 "model.config.output_router_logits=True: the router's loss balances the experts "
-                "over the batch, so it is not a sum over samples; set it to False"
+                "over the batch, so it is not a sum over samples; set output_router_logits=False"
             )
 
     def _known_loss(self) -> SampleLoss | None:
-        """The per-sample loss of the model's task; None if the user has another loss."""
+        """Return the loss of the model's task; None if only the user's own loss is known."""
         if self.compute_loss_func:
             return None
         try:
@@ -297,8 +297,8 @@ class DPTrainer(Trainer):
         saves = getattr(self.args.save_strategy, "value", self.args.save_strategy) != "no"
         if saves and engine.ledger is None:
             raise ValueError(
-                "engine without a ledger: a run that resumes an older checkpoint would forget "
-                "what was spent after it. Pass PrivacyEngine(ledger=FILE), or set "
+                "engine without a ledger: a run that resumes an older checkpoint would not count "
+                "the steps made after it. Pass PrivacyEngine(ledger=FILE), or set "
                 "args.save_strategy='no'"
             )
         return engine
@@ -306,7 +306,7 @@ class DPTrainer(Trainer):
     # Model, optimizer and loader
 
     def get_train_dataloader(self) -> Any:
-        """Return a `LogicalBatches`, whose entries are logical batches, one for each step."""
+        """Return a `LogicalBatches`, which yields one logical batch for each step."""
         if self._refusal is not None:
             raise ValueError(self._refusal)
         if self._private_loader is None:
@@ -320,7 +320,7 @@ class DPTrainer(Trainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _make_private(self) -> PrivateDataLoader:
-        # A user's subclass overrides the method; the libraries' own versions are fine.
+        # A sampler of the user's own would have no effect; the libraries' samplers are allowed.
         if type(self)._get_train_sampler.__module__.partition(".")[0] not in _LIBRARIES:
             raise ValueError(f"{type(self).__name__}._get_train_sampler: {_OWN_BATCHES}")
         loader = self._plain_loader()
@@ -331,7 +331,7 @@ class DPTrainer(Trainer):
         privacy = self._privacy
         if privacy.verify_first_batch:
             example = self._tried_example(loader)
-            # With torch.compile the example's shape would cost another compilation.
+            # torch.compile would compile once more for the example's shape.
             if privacy.example is None and self._performance.optimize != "aggressive":
                 privacy = replace(privacy, example=example)
         self.create_optimizer()
@@ -339,8 +339,8 @@ class DPTrainer(Trainer):
         if spent and self._checkpoint is None:
             warn(
                 f"{self.engine.ledger or 'the engine'} holds releases of earlier runs, with "
-                f"epsilon {spent:.3f}: this run adds to them, and get_epsilon() counts all of "
-                "them. For other data pass another output_dir",
+                f"epsilon {spent:.3f}: this run adds its own, and get_epsilon() counts all runs. "
+                "For other data pass another output_dir",
             )
         asked: dict[str, Any] = {
             "module": self._module(),
@@ -362,7 +362,7 @@ class DPTrainer(Trainer):
 
     def _plain_loader(self) -> DataLoader:
         if self.train_dataset is None:
-            raise ValueError("train_dataset=None: training needs one")
+            raise ValueError("train_dataset=None: training needs a dataset; pass train_dataset")
         dataset: Any = self.train_dataset
         collate = self.data_collator
         if isinstance(collate, PackTo):
@@ -385,7 +385,7 @@ class DPTrainer(Trainer):
         )
 
     def _training_collate(self, collate: Any) -> Any:
-        """Return the collate function of training; subclasses wrap the trainer's."""
+        """Return the collate function for training; subclasses may wrap `collate`."""
         return collate
 
     def _steps(self, loader: DataLoader) -> int:
@@ -395,12 +395,12 @@ class DPTrainer(Trainer):
         return math.ceil(self.args.num_train_epochs * plan.steps_per_epoch)
 
     def _tried_example(self, loader: DataLoader) -> Any:
-        """Return a synthetic batch, see `dpflash.sampling.synthetic`, as the trial's example.
+        """Return a batch of `dpflash.sampling.synthetic` as example for the isolation test.
 
-        Return None if none can be made, or if the forward of the batch replaces modules.
+        Return None if no batch can be made, or if its forward replaces modules of the model.
 
         Raises:
-            ValueError: a sample's loss differs from the model's own loss, or from its loss alone.
+            ValueError: a sample's loss differs from the model's own, or depends on other samples.
         """
         physical = self._performance.physical_batch_size or self.args.per_device_train_batch_size
         with random_state_kept(self.args.device):
@@ -425,7 +425,7 @@ class DPTrainer(Trainer):
         return None if is_changed else batches[-1]
 
     def _ranges(self) -> synthetic.Ranges:
-        """The ranges of integers (tokens, labels, positions) that the model accepts."""
+        """Return the ranges of token ids, labels and positions that the model accepts."""
         model = plain_model(self._module())
         config = getattr(model, "config", None)
         try:
@@ -443,7 +443,7 @@ class DPTrainer(Trainer):
     def _difference(self, batches: list[Any]) -> str | None:
         """Return an error message if a synthetic sample's loss is wrong, else None.
 
-        It is wrong if it differs from the model's own loss, or changes among other samples.
+        A loss is wrong if it differs from the model's own loss, or depends on other samples.
         """
         model, loss = self._module(), self._sample_loss
         *alone, together, again = batches
@@ -474,7 +474,7 @@ class DPTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
-        """Return the next batches, and None for the number of their tokens, which is private."""
+        """Return (next batches, None); the number of their tokens would be private."""
         return list(islice(epoch_iterator, num_batches)), None
 
     # Steps
@@ -482,20 +482,20 @@ class DPTrainer(Trainer):
     def training_step(  # type: ignore[override]
         self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Add the clipped gradients of a logical batch.
+        """Add up the clipped gradients of a logical batch.
 
-        Return 0, or with log_private_metrics the mean loss of the samples.
+        Return 0, or the mean loss of the samples if log_private_metrics is True.
         """
         if self._private_loader is None:
             raise ValueError(
                 f"{type(self).__name__}.get_train_dataloader returned a loader of its own, whose "
-                f"batches no accountant knows: {_OWN_BATCHES}"
+                f"sampling is not accounted for: {_OWN_BATCHES}"
             )
         self._refuse_hooks()
         if self.args.max_grad_norm:
             raise ValueError(
-                "args.max_grad_norm was set after the trainer was made, and would clip gradients "
-                "with noise: pass PrivacyConfig(max_grad_norm=...) to a new trainer"
+                "args.max_grad_norm was set after the trainer was made, and would clip noisy "
+                "gradients: pass PrivacyConfig(max_grad_norm=...) to a new trainer"
             )
         if self._checkpoint is not None:
             raise ValueError(
@@ -519,7 +519,7 @@ class DPTrainer(Trainer):
         return total / max(count, 1)
 
     def _refuse_hooks(self) -> None:
-        """Raise if a hook would see the gradients of microbatches, which have no noise."""
+        """Raise if a parameter has a hook, which would see gradients without noise."""
         for name, parameter in self._module().named_parameters():
             if parameter.requires_grad and parameter._backward_hooks:
                 raise RuntimeError(
@@ -534,7 +534,7 @@ class DPTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Return one loss for each sample or pair, `[B]`, while the model trains."""
+        """Return losses `[B]` of samples or pairs in training, or Trainer's loss in eval mode."""
         if not model.training:
             return self._evaluated(model, inputs, return_outputs)
         assert self._private_loader is not None
@@ -563,16 +563,16 @@ class DPTrainer(Trainer):
         return losses, outputs
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return 0, since the number of operations depends on the drawn batch."""
+        """Return 0, since the number of operations of the sampled batch is private."""
         return 0
 
     # Logs
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log public values and epsilon; other values only with log_private_metrics.
+        """Log public values and epsilon, and other values only with log_private_metrics.
 
-        The number of log entries is public too, so nothing is logged if no public value is left,
-        or between the microbatches of a step, whose number is private.
+        The number of log entries is public too. So nothing is logged if no public value is left,
+        or between two microbatches of a step, since the number of microbatches is private.
         """
         kept = self._public(logs)
         loader = self._private_loader
@@ -599,8 +599,8 @@ class DPTrainer(Trainer):
             self._unknown_metrics |= unknown
             _log.warning(
                 "not logged, because they may depend on the training data: %s. Metrics of "
-                "evaluations are logged while evaluate() runs, as from compute_metrics; to log "
-                "others, pass log_private_metrics=True and keep the logs secret",
+                "evaluations, such as those of compute_metrics, are logged while evaluate() runs. "
+                "To log other values, pass log_private_metrics=True and keep the logs secret",
                 ", ".join(sorted(unknown)),
             )
         return kept
@@ -608,7 +608,7 @@ class DPTrainer(Trainer):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any
     ) -> TrainOutput:
-        """Train as Trainer does; the result has no loss, time or count of the training data.
+        """Train as Trainer does; the result holds no loss, time or count of the training data.
 
         Raises:
             ValueError: the checkpoint lacks the engine's state, or `args` asks for more steps
@@ -633,9 +633,9 @@ class DPTrainer(Trainer):
         self._write_card(self._in_output_dir(""))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, and a model card with a section on privacy; in a checkpoint the engine.
+        """Save the model and its card, with a section on privacy; for checkpoints also the engine.
 
-        `dpflash export`, `dpflash evaluate` and `dpflash audit --run` take the folder.
+        The folder can be passed to `dpflash export`, `dpflash evaluate` and `dpflash audit --run`.
         """
         super().save_model(output_dir, _internal_call)
         self._write_card(output_dir or self._in_output_dir(""))
@@ -654,7 +654,7 @@ class DPTrainer(Trainer):
     # Checkpoints
 
     def restore(self) -> None:
-        """Load the engine and the scheduler of the resumed checkpoint, if there is one."""
+        """Load the engine and the scheduler of the checkpoint, if this run resumes one."""
         checkpoint = self._checkpoint
         if checkpoint is None:
             return
@@ -668,7 +668,7 @@ class DPTrainer(Trainer):
                 f"resume_from_checkpoint={checkpoint!r} has noise_multiplier={restored:.6g}, but "
                 f"target_epsilon={self._privacy.target_epsilon!r} for all steps of args needs "
                 f"{chosen:.6g}: the run would exceed target_epsilon. Make a new trainer with "
-                "max_steps and num_train_epochs unchanged, or with "
+                "max_steps and num_train_epochs as in the first run, or with "
                 "PrivacyConfig(noise_multiplier=..., target_delta=...)"
             )
             raise ValueError(self._refusal)
@@ -686,7 +686,7 @@ class DPTrainer(Trainer):
         given = known if eval_dataset is None else eval_dataset
         given = known[given] if isinstance(given, str) else given
         if given is None:
-            raise ValueError("eval_dataset=None: an evaluation needs a dataset")
+            raise ValueError("eval_dataset=None: an evaluation needs a dataset; pass eval_dataset")
         return _packed_loader(given, self.data_collator)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
@@ -702,7 +702,7 @@ class DPTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Do Trainer's step; for packed documents return each one's loss, for Trainer's mean."""
+        """Run Trainer's prediction step; of packed documents return the losses, not their mean."""
         if self._private_loader is not None and not self._has_met_drawn:
             given = [x for _, x in tensors_of(inputs)]
             self._has_met_drawn = bool(self._private_loader.seen.drawn(given))
@@ -720,10 +720,10 @@ class DPTrainer(Trainer):
     def evaluate(self, eval_dataset: Any = None, *arguments: Any, **options: Any) -> Any:
         """Evaluate as Trainer does, but refuse the training data, whose metrics are private.
 
-        If a row turns out to be a copy of a row that training drew, metrics are not logged.
+        If an evaluated row is a copy of a row that training has sampled, no metrics are logged.
 
         Raises:
-            PrivateRefusal: training would choose a model by the metrics of such rows.
+            PrivateRefusal: training would choose a model by metrics of such copies.
         """
         self._refuse_training_data(self.eval_dataset if eval_dataset is None else eval_dataset)
         with self._evaluating():
@@ -731,10 +731,10 @@ class DPTrainer(Trainer):
         is_chosen_by = self.is_in_train and self.args.metric_for_best_model is not None
         if self._has_met_drawn and is_chosen_by and not self._log_private_metrics:
             raise PrivateRefusal(
-                "eval_dataset has rows that training has drawn, so its metrics are private, and "
-                "args.metric_for_best_model would choose by them: leave the rows of eval_dataset "
-                "out of train_dataset, or leave metric_for_best_model and load_best_model_at_end "
-                "out"
+                "eval_dataset has rows that training has drawn, so its metrics are private, but "
+                "args.metric_for_best_model would choose a model by these metrics: leave the rows "
+                "of eval_dataset out of train_dataset, or leave metric_for_best_model and "
+                "load_best_model_at_end out"
             ) from None
         return metrics
 
@@ -746,7 +746,7 @@ class DPTrainer(Trainer):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """In the block, metrics of evaluations are logged. Blocks may be nested."""
+        """Context in which metrics of evaluations are logged; contexts may be nested."""
         before = self._is_evaluating
         self._is_evaluating, self._has_met_drawn = True, False
         try:
@@ -762,10 +762,11 @@ class DPTrainer(Trainer):
             _refuse_training_data(evaluated, self._given_dataset)
 
     def hyperparameter_search(self, *arguments: Any, **options: Any) -> NoReturn:
-        """Raise ValueError: each trial spends privacy, and choosing the best is not covered."""
+        """Raise ValueError, since epsilon would not cover the choice of the best trial."""
         raise ValueError(
             "hyperparameter_search with DPTrainer: each trial spends privacy, and so does the "
-            "choice of the best. Train each model with the same ledger, and decide by public data"
+            "choice of the best trial. Train each model with the same ledger, and choose one by "
+            "public data"
         )
 
 
@@ -775,22 +776,22 @@ def _packed_loader(dataset: Any, pack: PackTo) -> DataLoader:
 
 
 class _Checkpoints(TrainerCallback):
-    """Loads and writes what checkpoints of DPTrainer contain besides Trainer's files."""
+    """Restores the engine from a checkpoint, and removes files that are not needed."""
 
     def __init__(self, trainer: DPTrainer):
         self._trainer = trainer
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Load the resumed checkpoint; optimizer and scheduler exist now."""
+        """Load the checkpoint to resume, now that optimizer and scheduler exist."""
         self._trainer.restore()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Compute the epoch from all steps, since a resumed run may begin within an epoch."""
+        """Set the epoch from the number of steps, since a resumed run may begin in mid-epoch."""
         state.epoch = state.global_step / len(given["train_dataloader"])
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Remove the optimizer's file, which the engine's checkpoint contains, and the engine's
-        checkpoints of folders that were removed.
+        """Remove the optimizer's file, which the engine's checkpoint replaces, and the engine's
+        checkpoints whose folder was removed.
         """
         folder = Path(args.output_dir)
         (folder / f"checkpoint-{state.global_step}" / _OPTIMIZER).unlink(missing_ok=True)
@@ -812,7 +813,7 @@ def _check_privacy(privacy: PrivacyConfig) -> None:
     if privacy.loss_reduction is not None:
         raise ValueError(
             f"privacy.loss_reduction={privacy.loss_reduction!r}: the trainer computes one loss "
-            "for each sample; leave it out"
+            "for each sample; leave loss_reduction out"
         )
 
 
@@ -820,21 +821,21 @@ def _check_options(options: Mapping[str, Any], log_private_metrics: bool) -> Non
     for name, values in _UPLOADS.items():
         if os.environ.get(name, "").lower() in values:
             raise ValueError(
-                f"{name}={os.environ[name]!r}: it uploads all of output_dir, also the secret "
-                f"folder {SECRET}; unset it"
+                f"{name}={os.environ[name]!r}: the tracker uploads all of output_dir, also the "
+                f"secret folder {SECRET}; unset it"
             )
     if options.get("model_init") is not None:
         raise ValueError(
-            "model_init builds another model in train(), but the engine has one already; pass "
-            "model="
+            "model_init would build another model in train(), which the engine does not make "
+            "private; pass model="
         )
     dataset = options.get("train_dataset")
     if isinstance(dataset, IterableDataset) or (
         dataset is not None and not hasattr(dataset, "__len__")
     ):
         raise ValueError(
-            f"train_dataset={type(dataset).__name__}: the samples of an IterableDataset cannot be "
-            "drawn independently; pass one with __len__ and __getitem__"
+            f"train_dataset={type(dataset).__name__}: samples of an IterableDataset cannot be "
+            "drawn independently; pass a dataset with __len__ and __getitem__"
         )
     if not log_private_metrics:
         _refuse_training_data(options.get("eval_dataset"), dataset)
@@ -855,9 +856,9 @@ def _require_complete(checkpoint: str) -> None:
     for path in needed:
         if not os.path.isfile(path):
             raise ValueError(
-                f"resume_from_checkpoint={checkpoint!r} needs {path}, which is missing "
-                "(args.save_only_model leaves it out, and Trainer does not write it); restore it, "
-                "or load the model and start a new run"
+                f"resume_from_checkpoint={checkpoint!r} needs {path}, which is missing (it is not "
+                "written with args.save_only_model, or by a plain Trainer); restore the file, or "
+                "load the model and start a new run"
             )
 
 

@@ -1,4 +1,4 @@
-"""Detects whether two data sets share entries, from where the entries are stored."""
+"""Detects whether two data sets share entries, by the memory in which entries are stored."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _Places = NDArray[np.int64]
 
 
 def share_entries(one: Any, two: Any) -> bool:
-    """Whether some entry of one data set is an entry of the other.
+    """Whether the two data sets have a common entry.
 
     Entries inside Subset, ConcatDataset, TensorDataset, tensors, arrays, lists of objects and
-    tables of the `datasets` library are found; copies are not recognized.
+    tables of the `datasets` library are compared; copies of an entry are not recognized.
     """
     held: dict[int, list[_Places]] = {}
     for storage, places in _stored(one):

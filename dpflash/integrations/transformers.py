@@ -6,7 +6,7 @@ Usage::
     dpflash_transformers.register()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="dpflash")
 
-`DPTrainer` is defined in `trainer`, which is imported at its first use.
+`DPTrainer` is defined in `trainer`, a module that is imported when DPTrainer is first used.
 
 Letters: B samples, H query heads, T query tokens, S key tokens, D head dim.
 """
@@ -33,7 +33,7 @@ __all__ = ["DPTrainer", "NAME", "NEUTRAL_NAME", "register"]
 
 NAME = "dpflash"
 
-# For models that take every name that contains "flash" for FlashAttention's (GPT-OSS, GPT-J).
+# A second name, for models that treat any name with "flash" as FlashAttention (GPT-OSS, GPT-J).
 NEUTRAL_NAME = "dp_attention"
 
 _ELSEWHERE = 'use attn_implementation="sdpa" or "eager" for this'
@@ -57,14 +57,14 @@ _IGNORED = frozenset(
         "use_cache",
     }
 )
-# Names in configs for dropout of attention weights alone.
+# Fields of configs that set dropout of attention weights and no other dropout.
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _REMEDIES = {
     "head_mask": "prune the heads from the weights instead",
-    "output_attentions": "leave it out; no attention weights exist in memory here",
+    "output_attentions": "leave it out, since attention weights are never stored in memory",
 }
 
-# The mask functions of transformers.masking_utils that `_attention` can follow.
+# The mask functions of transformers.masking_utils for which `_attention` has a pattern.
 _CAUSAL = "causal_mask_function"
 _PACKED = "packed_sequence_mask_function.<locals>.inner_mask"
 _REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
@@ -88,25 +88,28 @@ def __getattr__(name: str) -> Any:
 def register() -> str:
     """Register ``attn_implementation="dpflash"`` with transformers. A second call does nothing.
 
-    A model with this name trains and generates as with ``"sdpa"``, in memory O(T) for T tokens.
-    Supported are padding on the left or right, causal and bidirectional attention, grouped heads,
-    values with another head dim (DeepSeek), sliding windows, sinks (GPT-OSS), softcap (Gemma 2),
-    a bias on the scores (T5), packed documents (`position_ids` that restart, or one row with
-    `cu_seq_lens_q` and `cu_seq_lens_k`), and decoding any number of tokens at a time from a
-    growing or preallocated cache. Compiled models work too, except for packed documents and
-    several tokens on a filled or preallocated cache. Attention dropout, head_mask,
-    output_attentions, masks of more than two dimensions and masks with holes raise an error when
-    the model runs. At padded queries the hidden states differ from those of ``"sdpa"``; they are
-    finite, and no other token attends to them.
+    A model with this implementation trains and generates as with ``"sdpa"``, in memory O(T) for T
+    tokens. It supports:
+
+    - causal and bidirectional attention, sliding windows, and padding on the left or right
+    - grouped heads, values with another head dim (DeepSeek), sinks (GPT-OSS), softcap (Gemma 2)
+    - a bias on the scores (T5)
+    - packed documents: `position_ids` that restart, or a row with `cu_seq_lens_q`, `cu_seq_lens_k`
+    - decoding any number of tokens at a time from a growing or preallocated cache
+
+    Compiled models work, except for packed documents and several new tokens on a filled or
+    preallocated cache. Attention dropout, head_mask, output_attentions, masks of more than two
+    dimensions and masks with holes raise an error when the model runs. The hidden states of padded
+    queries differ from those of ``"sdpa"``; they are finite, and no other token attends to them.
 
     Models whose code does not use transformers' attention interface (Falcon, BigBird, Longformer,
     DeBERTa, ...) raise ValueError when they are built with this name: train them with their own
     attention, ``attn_implementation="eager"``.
 
     After registration, transformers does not mistake "dpflash" for a FlashAttention package. The
-    same functions are also registered as "dp_attention", for other code that mistakes every name
-    containing "flash" for one. ``experts_implementation="dpflash"`` is registered too, for the
-    experts of a mixture-of-experts model.
+    same attention is also registered as "dp_attention", for other code that mistakes every name
+    with "flash" for such a package. ``experts_implementation="dpflash"`` is registered too, for
+    the experts of a mixture-of-experts model.
 
     Returns:
         The name, "dpflash".
@@ -151,7 +154,7 @@ def _experts(
 
 
 def _is_not_flash_attention() -> None:
-    """Keep transformers from treating "dpflash" as a FlashAttention package of that name."""
+    """Patch transformers so that it does not treat "dpflash" as a FlashAttention package."""
     from transformers.utils import generic
 
     asked = generic.is_flash_attention_requested
@@ -181,7 +184,7 @@ def _is_not_flash_attention() -> None:
 
 
 def _refuse_models_with_their_own_attention() -> None:
-    """Have models raise when built with our name if they would run their own attention."""
+    """Patch transformers to raise for models that would run their own attention instead."""
     from transformers import PreTrainedModel
 
     check = PreTrainedModel._check_and_adjust_attn_implementation
@@ -242,7 +245,7 @@ def _mask(
     config: Any = None,
     **_: Any,
 ) -> Tensor | None:
-    """Return the mask argument of `_attention`; None if no key is masked.
+    """Return the `attention_mask` argument of `_attention`: padding, borders, or None (no mask).
 
     Padding is a bool tensor `[B, S]`, True where a key is attended to. It has fewer than S columns
     if the last keys of a preallocated cache are not filled yet, and is `[B, 1, 1, S]` for one
@@ -267,7 +270,7 @@ def _mask(
         return seen
 
     compiling = torch.compiler.is_compiling()
-    if compiling:  # windows and documents cannot be told apart
+    if compiling:  # windows and documents cannot be distinguished
         name = mask_function.__code__.co_name
         names = {_PACKED} if name == "and_mask" else {name}
     else:
@@ -284,18 +287,18 @@ def _mask(
         if compiling or _PACKED in names:
             _refuse_data(
                 "past_key_values with several new tokens",
-                "expected one new token, or an empty cache that grows, while compiling and with "
-                "packed documents",
+                "when compiling or with packed documents, expected one new token or an empty "
+                "cache that grows",
                 _UNCACHED,
             )
-        # The queries' own keys are the last of the keys filled so far.
+        # The keys of the queries' own tokens are the last keys filled so far.
         known = int(q_offset) + q_length - int(kv_offset)
     if attention_mask is not None:
         attention_mask = attention_mask[:, int(kv_offset) :][:, :known]
         return _padding(attention_mask, batch_size, known, kv_length)
     if known < kv_length:
         return torch.ones(batch_size, known, dtype=torch.bool, device=device)
-    # In a window of one token no token sees its neighbor, so documents do not matter.
+    # With a window of one token no token attends to its neighbor, so documents do not matter.
     if _PACKED in names and q_length == kv_length and local_size not in (0, 1):
         return _packed_borders(mask_function, batch_size, q_length, device)
     return None
@@ -319,7 +322,7 @@ def _closure(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _padding(mask: Tensor, batch_size: int, known: int, keys: int) -> Tensor | None:
-    """The padding of the first `known` keys; None if all `keys` are attended to."""
+    """Return the padding of the first `known` keys; None if all `keys` are attended to."""
     if tuple(mask.shape) != (batch_size, known):
         _refuse_data(
             "attention_mask of another shape",
@@ -337,10 +340,10 @@ def _padding(mask: Tensor, batch_size: int, known: int, keys: int) -> Tensor | N
 def _packed_borders(
     mask_function: Callable[..., Any], batch_size: int, tokens: int, device: torch.device | str
 ) -> Tensor | None:
-    """Borders of packed documents in all rows; None if each row is one document."""
+    """Return the borders of packed documents; None if each row is one document."""
     batch = torch.arange(batch_size, device=device)[:, None]
     token = torch.arange(1, tokens, device=device)[None, :]
-    # A token that does not see the previous one starts a document.
+    # A token that does not attend to the previous token starts a document.
     starts = ~mask_function(batch, torch.zeros_like(batch), token, token - 1)
     if torch.compiler.is_compiling():
         torch._assert_async(~starts.any(), "packed position_ids: expected not while compiling")
@@ -351,7 +354,7 @@ def _packed_borders(
 def _borders(starts: Tensor) -> Tensor:
     """Return borders `[n + 1]`, int32, of the n documents in the flattened rows.
 
-    starts: ``[B, T - 1]``, whether a document starts at token 1, 2, ...; each row starts one too.
+    starts: ``[B, T - 1]``, whether a document starts at token 1, 2, ...; token 0 always does.
     """
     rows = torch.nn.functional.pad(starts, (1, 0), value=True)
     return torch.nn.functional.pad(rows.flatten(), (0, 1), value=True).nonzero()[:, 0].int()
@@ -375,7 +378,7 @@ def _attention(
     cu_seq_lens_k: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The registered function: takes query `[B, H, T, D]`, returns (o `[B, T, H, D]`, None)."""
+    """The attention function that transformers calls. Return (o `[B, T, H, D]`, None)."""
     _refuse_unsupported(module, dropout, kwargs)
     padding = borders = None
     if attention_mask is not None and attention_mask.ndim == 1:
@@ -440,7 +443,7 @@ def _refuse_unsupported(module: torch.nn.Module, dropout: float, kwargs: dict[st
 
 
 def _dropout_names(module: torch.nn.Module, dropout: float) -> str:
-    """The fields of a config that set dropout of attention weights, such as T5's dropout_rate."""
+    """Return the config's fields for dropout of attention weights, such as T5's dropout_rate."""
     config = getattr(module, "config", None)
     fields = {} if config is None else config.to_dict()
     of_attention = [name for name in _DROPOUTS if fields.get(name)]
@@ -478,20 +481,20 @@ def _given_borders(
         _refuse(f"{name}=None", "expected both cu_seq_lens_q and cu_seq_lens_k", "pass both")
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         _refuse_data(
-            "cu_seq_lens_q beside several rows or a cache",
+            "cu_seq_lens_q with several rows or a cache",
             "expected one row and as many queries as keys",
             "flatten the batch into one row and use no cache",
         )
     if padding is not None:
         cause = "cu_seq_lens_q beside attention_mask"
-        _refuse_data(cause, "expected one of both", "pass one of them")
+        _refuse_data(cause, "expected only one of the two", "drop one of them")
     others = [cu_seq_lens_k] if borders is None else [cu_seq_lens_k, borders]
     for other in others:
         if cu_seq_lens_q.tolist() != other.tolist():
             _refuse_data(
                 "cu_seq_lens_q",
                 "cu_seq_lens_k or position_ids give other documents",
-                "pass the same documents in all of them",
+                "pass the same documents in all these arguments",
                 borders=[cu_seq_lens_q.tolist(), other.tolist()],
             )
     return cu_seq_lens_q
@@ -500,10 +503,9 @@ def _given_borders(
 def _borders_of_positions(
     position_ids: Tensor, padding: Tensor | None, causal: bool, query: Tensor, key: Tensor
 ) -> Tensor | None:
-    """Borders of documents where positions restart; None if each row is one document."""
+    """Return borders where position_ids restart; None if each row is one document."""
     batch_size, tokens = query.shape[0], query.shape[2]
-    # Inside a module that runs under vmap, unwrap the positions of all samples, so that Python
-    # can read them.
+    # Under vmap, unwrap the positions of all samples, so that Python can read their values.
     while _functorch.is_batchedtensor(position_ids):
         dim = _functorch.maybe_get_bdim(position_ids)
         position_ids = _functorch.get_unwrapped(position_ids).movedim(dim, 0).flatten(0, 1)
@@ -515,7 +517,7 @@ def _borders_of_positions(
     starts = position_ids.diff(dim=1) != 1
     compiling = torch.compiler.is_compiling()
     if padding is not None:
-        # Without compiling, a mask that is not None has padding, and padding shifts positions.
+        # Unless compiling, padding that is not None has padded keys, which shift positions.
         if compiling and batch_size == 1:
             fine = ~starts.any() | ~padding.all()
             torch._assert_async(fine, "packed position_ids: not while compiling")
@@ -531,8 +533,8 @@ def _borders_of_positions(
     if not (causal and restarts[:, 0].all() and torch.equal(starts, restarts[:, 1:])):
         _refuse_data(
             "position_ids",
-            "expected consecutive ones in each row, or in a causal model packed documents whose "
-            "positions all start at the same number",
+            "expected consecutive positions in each row, or, in a causal model, packed documents "
+            "whose positions all start at the same number",
             "pass cu_seq_lens_q and cu_seq_lens_k for packed documents",
             position_ids=position_ids[0].tolist(),
         )
@@ -547,7 +549,7 @@ def _pattern(
     borders: Tensor | None,
     padding: Tensor | None,
 ) -> Pattern | None:
-    """The pattern of the call; None for dense attention (with one query never causal)."""
+    """Return the pattern of these arguments; None for dense attention. One query is not causal."""
     if borders is not None:
         documents = Documents(cu_seqlens=borders.tolist(), causal=causal)
         if sliding_window is not None and int(borders.diff().max()) > sliding_window:
@@ -565,8 +567,8 @@ def _pattern(
     if queries > keys and causal or queries != keys and not causal and sliding_window is not None:
         cause = "is_causal=True" if causal else f"sliding_window={sliding_window}"
         _refuse_data(
-            f"{cause} with another number of queries than keys",
-            "expected as many queries as keys, or in a causal model at most as many",
+            f"{cause} with different numbers of queries and keys",
+            "expected as many queries as keys, or in a causal model at most as many queries",
             _UNCACHED,
         )
     if sliding_window is not None and sliding_window < keys:
@@ -577,5 +579,5 @@ def _pattern(
 # Patterns are built by Python code that torch.compile must not trace.
 @torch.compiler.assume_constant_result
 def _sliding_window(tokens: int, causal: bool) -> Pattern:
-    """A window of `tokens` tokens: the token itself and those before it (and after it)."""
+    """Return a window of a token and the `tokens` - 1 before it (if not causal, also after it)."""
     return SlidingWindow(window=tokens - 1, causal=causal)

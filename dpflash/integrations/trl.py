@@ -25,7 +25,7 @@ from ..packing import PackTo, Pairs
 from .sample_losses import SampleLoss, plain_model
 from .trainer import DPTrainer
 
-# Mean tokens of a document; shorter documents leave part of a microbatch empty.
+# Assumed mean tokens per document; if documents are shorter, microbatches are partly empty.
 _TOKENS_OF_DOCUMENT = 64
 _NO_OFFLOADING = ((False,), "use gradient_checkpointing=True")
 # The values of loss_type with which a pair's loss depends on that pair alone.
@@ -44,7 +44,7 @@ _LOSSES_OF_PAIRS = (
     "sft",
     "sigmoid_norm",
 )
-# The methods of TRL that DPDPOTrainer calls or replaces.
+# The private methods of trl.DPOTrainer that DPDPOTrainer calls or replaces.
 _OF_DPO = ("_compute_loss", "compute_ref_log_probs")
 _NOT_OF_MODEL = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
 _NO_LABEL = -100
@@ -73,10 +73,10 @@ class _TRLTrainer(DPTrainer):
 class DPSFTTrainer(_TRLTrainer, SFTTrainer):
     """`trl.SFTTrainer` with differential privacy.
 
-    It prepares data as SFTTrainer does, and trains as `DPTrainer` does. A sample's loss is
-    computed from the logits, as the mean over the sample's own labels: SFTTrainer's fused head
-    uses the weight of `lm_head` without calling the module, so its gradient would not be clipped.
-    Evaluations report this loss alone.
+    It prepares data as SFTTrainer does, and trains as `DPTrainer` does. A sample's loss is the
+    mean over its own labels, computed from the logits. SFTTrainer's fused head is not used: it
+    reads the weight of `lm_head` without calling the module, so the weight's gradient would not be
+    clipped. Evaluations report the loss and no other metric.
 
     With ``packing=True`` or ``padding_free=True``, `dpflash.packing.PackTo` packs the entries as
     documents. Each document is one sample. A row has `max_length` tokens, and a microbatch has
@@ -88,9 +88,9 @@ class DPSFTTrainer(_TRLTrainer, SFTTrainer):
         options: the other arguments of `trl.SFTTrainer`, such as train_dataset.
 
     Raises:
-        ValueError: names an option that is not supported in private training, and what to do:
-            packing_strategy="wrapped", loss_type="dft", losses of routers, Liger, and the options
-            that `DPTrainer` refuses.
+        ValueError: an option is not supported in private training: packing_strategy="wrapped",
+            loss_type="dft", losses of routers, Liger, and the options that `DPTrainer` refuses.
+            The message states a remedy.
 
     Guarantees:
         The guarantees of `DPTrainer`.
@@ -128,24 +128,24 @@ class DPDPOTrainer(_TRLTrainer, DPOTrainer):
     """`trl.DPOTrainer` with differential privacy. A preference pair is one sample.
 
     It prepares data as DPOTrainer does, and trains as `DPTrainer` does. An entry of train_dataset
-    is a pair, and the gradient of a pair, over both answers, is clipped as one. A pair's loss is
-    the loss that DPOTrainer computes for a batch of that pair alone, from logits. For
-    loss_type="sft", TRL averages over the tokens of a batch, but here the mean is over each pair's
-    own tokens. Evaluations report the loss and the rewards that DPOTrainer reports.
+    is a pair, whose gradient, summed over both answers, is clipped. A pair's loss is the loss that
+    DPOTrainer computes from logits for a batch of this pair alone. For loss_type="sft", the loss
+    is therefore the mean over the pair's own tokens, while TRL averages over the tokens of a
+    batch. Evaluations report the loss and the rewards that DPOTrainer reports.
 
-    The reference model is called without gradients and outside of the privacy step. The reference
-    model and the initial model count as public: if they were trained on the same pairs, the
-    epsilon of that training must be added.
+    The reference model is called without gradients and outside of the private step. The reference
+    model and the initial model count as public. If they were trained on the same pairs, add the
+    epsilon of that training.
 
     Args:
         model, args, privacy, performance, engine, log_private_metrics: as for `DPTrainer`.
         options: the other arguments of `trl.DPOTrainer`, such as ref_model and train_dataset.
 
     Raises:
-        ValueError: names an option that is not supported in private training, and what to do:
-            loss_type="aot" and "aot_unpaired", which sort the pairs of a batch, padding_free,
-            losses of routers, images, Liger, and the options that `DPTrainer` refuses.
-        ImportError: for a version of TRL before 1.15.
+        ValueError: an option is not supported in private training: loss_type="aot" and
+            "aot_unpaired", which sort the pairs of a batch, padding_free, losses of routers,
+            images, Liger, and the options that `DPTrainer` refuses. The message states a remedy.
+        ImportError: TRL is older than 1.15.
 
     Guarantees:
         The guarantees of `DPTrainer`, for one preference pair as the privacy unit.
@@ -167,8 +167,8 @@ class DPDPOTrainer(_TRLTrainer, DPOTrainer):
             if kind not in _LOSSES_OF_PAIRS:
                 raise ValueError(
                     f"args.loss_type has {kind!r}: a pair's loss must depend on that pair alone, "
-                    "which is not known of this loss (the AOT losses sort the pairs of a batch); "
-                    f"pass some of {', '.join(_LOSSES_OF_PAIRS)}"
+                    "which is not known for this loss (the AOT losses sort the pairs of a batch); "
+                    f"pass one or more of {', '.join(_LOSSES_OF_PAIRS)}"
                 )
 
     def _check_model(self) -> None:
@@ -214,7 +214,7 @@ class DPDPOTrainer(_TRLTrainer, DPOTrainer):
         return torch.stack(losses), outputs
 
     def _reference(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the reference model's log-probabilities `[B]` for a batch of DPOTrainer."""
+        """Return the reference model's log-probabilities `[B]` of chosen and rejected answers."""
         if self.precompute_ref_logps:
             return {name: inputs[name] for name in ("ref_chosen_logps", "ref_rejected_logps")}
         reference: Any = self.ref_model
@@ -225,7 +225,7 @@ class DPDPOTrainer(_TRLTrainer, DPOTrainer):
 
     @contextmanager
     def _trl_state(self, *, is_logged: bool) -> Iterator[None]:
-        """In the block DPOTrainer reads the batch's reference; it logs metrics if `is_logged`."""
+        """Context: DPOTrainer reads the batch's reference, and adds metrics only if is_logged."""
         precomputed, metrics = self.precompute_ref_logps, self._metrics
         tokens = self._total_train_tokens
         self.precompute_ref_logps = True
@@ -240,12 +240,12 @@ class DPDPOTrainer(_TRLTrainer, DPOTrainer):
 
 
 def _scores_of(logits: Tensor) -> Callable[..., SimpleNamespace]:
-    """Return a function that replaces the model's call in TRL, from logits `[R, T, V]`."""
+    """Return a function that TRL calls as the model, and whose outputs are of these logits."""
     return lambda **given: _scores(logits, given["labels"])
 
 
 def _with_scores(model: nn.Module) -> Callable[..., SimpleNamespace]:
-    """Wrap the model so that TRL can call it like a model with TRL's fused head."""
+    """Wrap the model so that TRL can call it as a model with TRL's fused head."""
 
     def call(labels: Tensor | None = None, fused_lm_head: bool = False, **given: Any) -> Any:
         outputs = model(**given)
@@ -255,10 +255,10 @@ def _with_scores(model: nn.Module) -> Callable[..., SimpleNamespace]:
 
 
 def _scores(logits: Tensor, labels: Tensor) -> SimpleNamespace:
-    """Compute the outputs `[R, T - 1]` of TRL's fused head, for each next token of R rows.
+    """Compute the outputs of TRL's fused head, `[R, T - 1]`, for each next token of R rows.
 
     Only the last T logits of a row are used, since a prompt adapter's virtual tokens come first.
-    Labels `[R, T]` of -100 have log-probability 0.
+    The log-probability of a label -100 (labels are `[R, T]`) is 0.
     """
     logits = logits[:, -labels.shape[1] : -1]
     is_label, following = labels[:, 1:] != _NO_LABEL, labels[:, 1:].clamp(min=0)
@@ -284,7 +284,7 @@ def _require_known_dpo() -> None:
 
 
 def _pack_of(args: Any, performance: PerformanceConfig, options: Mapping[str, Any]) -> PackTo:
-    """Return the PackTo for SFTConfig(packing=True) or SFTConfig(padding_free=True)."""
+    """Return the `PackTo` collator for args with packing, padding_free or eval_packing."""
     asked = "packing" if args.packing else "padding_free" if args.padding_free else "eval_packing"
     if options.get("data_collator") is not None:
         raise ValueError(
@@ -300,7 +300,7 @@ def _pack_of(args: Any, performance: PerformanceConfig, options: Mapping[str, An
         raise ValueError(
             f"args.packing_strategy={args.packing_strategy!r}: it cuts an entry into pieces, "
             "each of which would count as a sample; leave it out, or pass data_collator="
-            "dpflash.packing.PackTo(rows=...), which keeps an entry one sample"
+            "dpflash.packing.PackTo(rows=...), which counts each entry as one sample"
         )
     if args.max_length is None:
         raise ValueError(

@@ -3,19 +3,19 @@
 A call of the model with gradients enabled is captured once for each kind of batch, in two graphs:
 its forward, and its backward up to the clipped sums, which are added to persistent tensors. The
 losses in between run as usual, and so does everything that privacy depends on: the checks of the
-call and of the backward, the charge, the noise and the release. No graph holds noise or a charge,
+call and of the backward, accounting, noise and the release. No graph contains noise or accounting,
 so a replay cannot repeat them.
 
-    model(x):          copy x to where the graph reads it; replay the forward
+    model(x):          copy x to the tensor that the graph reads; replay the forward
     losses:            the loop's own operations
-    backward:          copy the outputs' gradient and the mask of real rows; check the gate;
-                       replay the backward; add the sums to the logical batch
+    backward:          copy the outputs' gradient and the mask of real rows; check the clipping
+                       gate; replay the backward; add the sums to the logical batch
     optimizer.step():  as usual
 
-Calls that a graph cannot hold run layer by layer, and `engine.optimization` reports the reason:
-batches that are recorded, compared or proven; random masks; hooks; per-sample gradients that are
-not instantiated; a model that reads or writes tensors other than its arguments, parameters and
-buffers, or that keeps results. A replay would read or leave such tensors of another batch.
+Calls that cannot be captured run layer by layer, and `engine.optimization` reports the reason:
+batches of an isolation test, random masks, hooks, per-sample gradients that are not instantiated,
+and models that read or write tensors other than their arguments, parameters and buffers, or that
+keep results. A replay would read or keep such tensors of another batch.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from .levels import Optimization
 
 _log = logging.getLogger(__name__)
 
-# Limits: kinds of batches that are captured and that are counted, calls of a kind before its
-# capture, and moves of the weights.
+# Limits: kinds of batches that are captured, and that are counted; calls of a kind before its
+# capture; and how often tensors of the model may be moved to other addresses.
 _MOST_KINDS, _MOST_SEEN, _EAGER_CALLS, _MOST_MOVES = 4, 64, 3, 3
-# Relative difference between a replay and eager layers; libraries' kernels may reorder sums.
+# Allowed relative difference between a replay and eager layers, since kernels may reorder sums.
 _ROUNDING = 2.0**-7
 _PLAIN = (type(None), bool, int, float, str)
 _OFF = "; or pass PerformanceConfig(cuda_graph=False)"
@@ -80,7 +80,7 @@ class NotCaptured(RuntimeError):
 
 
 class Recorder(Protocol):
-    """Records the kernels that a block launches, for replays."""
+    """Records the kernels that are launched inside a context, and replays them."""
 
     def aside(self) -> AbstractContextManager[None]:
         """Run the block on the recorder's stream without recording it, as a warm-up."""
@@ -90,7 +90,7 @@ class Recorder(Protocol):
 
 
 class CudaGraphs:
-    """Records CUDA graphs in shared memory; they must be replayed in the order of recording."""
+    """Records CUDA graphs that share memory; they must be replayed in the order of recording."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -114,7 +114,7 @@ class CudaGraphs:
     def recording(self) -> Iterator[Callable[[], None]]:
         """See `Recorder`."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads may call CUDA meanwhile: a loader pins memory.
+        # Other threads may call CUDA during the capture, as a loader that pins memory does.
         mode = "thread_local"
         with torch.cuda.device(self._device):
             before = torch.cuda.current_stream()
@@ -127,12 +127,12 @@ class CudaGraphs:
 
 
 class CapturedCalls:
-    """The captured calls of one private model.
+    """Captures and replays the calls of one private model.
 
     Args:
         module: the model.
-        backward: its private backward.
-        step: the logical batch.
+        backward: the model's private backward.
+        step: holds the sums of the current logical batch.
     """
 
     def __init__(self, module: nn.Module, backward: PrivateBackward, step: PrivateStep):
@@ -148,7 +148,7 @@ class CapturedCalls:
 
     @property
     def sentence(self) -> str:
-        """Which calls are captured, or why none is."""
+        """A sentence that says which calls are captured, or why no call is captured."""
         if self._is_off or not any(self._found.values()):
             return f"left out: CUDA graphs, since {self._why}"
         # Without shapes, which are private if a batch's longest sample determines them.
@@ -161,13 +161,13 @@ class CapturedCalls:
         run: Callable[[Any, Any], Any],
         keeping_state: Callable[[], AbstractContextManager[object]],
     ) -> Any:
-        """Return the model's outputs by a replay, or None if it has to run layer by layer.
+        """Return the model's outputs from a replay, or None if the model must run layer by layer.
 
         Args:
-            setting: what a capture depends on besides the kind of batch.
+            setting: values that determine the capture, besides the kind of batch.
             arguments: (args, kwargs) of the call.
-            run: function that runs the model on such arguments.
-            keeping_state: context manager that restores the state that the model changes in it.
+            run: function that runs the model on (args, kwargs).
+            keeping_state: context that restores, on exit, the state that the model changes.
         """
         if self._is_off or not self._is_alone() or not self._backward.may_replay:
             return None
@@ -202,7 +202,7 @@ class CapturedCalls:
         return self._replayed(call, tensors)
 
     def _leave_place(self) -> None:
-        """Drop all graphs, since tensors of the model were moved."""
+        """Drop all graphs, since tensors of the model have other addresses now."""
         self._found.clear()
         self._counts.clear()
         self._moves += 1
@@ -221,7 +221,7 @@ class CapturedCalls:
         return not is_open
 
     def _unfit(self, leaves: Sequence[Any], tensors: Sequence[Tensor]) -> str | None:
-        """Why arguments cannot be copied into the tensors that a graph reads, or None."""
+        """Return why arguments cannot be copied into the tensors that a graph reads, or None."""
         if self._backward.forward.units is not None:
             return "samples are not rows of the batch"
         device = _device(self._backward)
@@ -243,7 +243,7 @@ class CapturedCalls:
         except NotCaptured as error:
             self._why = str(error)
         except Exception as error:
-            # The error's text may hold values.
+            # The text of the error may contain private values.
             self._why = f"capturing failed with {type(error).__name__}, which the log has"
             _log.debug("capturing failed", exc_info=True)
         return None
@@ -259,11 +259,11 @@ class CapturedCalls:
 
 
 class _CapturedCall:
-    """Two graphs of one kind of batch, and the tensors that they read and write.
+    """The forward graph and the backward graph of one kind of batch, and their tensors.
 
     Args:
         module, backward: see `CapturedCalls`.
-        sums: empty sums, to which the backward adds.
+        sums: empty sums, to which the backward graph adds.
         arguments: (args, kwargs) of the first call of this kind.
         run: see `CapturedCalls.outputs`.
 
@@ -272,7 +272,7 @@ class _CapturedCall:
         roots: the outputs that require a gradient.
 
     Raises:
-        NotCaptured: a graph cannot hold this call.
+        NotCaptured: this call cannot be captured.
         RuntimeError: the model waited for the device, or CUDA refused the capture.
     """
 
@@ -287,7 +287,7 @@ class _CapturedCall:
         recorder: Recorder = CudaGraphs(_device(backward))
         _refuse_hooks(module)
         self._module, self._backward = module, backward
-        # Graphs read these tensors by address, and would not see others that replace them.
+        # Graphs read these tensors by address, and would not read tensors that replace them.
         self._held = _tensors_in(module)
         self._places = _places(self._held)
         leaves, structure = tree_flatten(arguments)
@@ -341,13 +341,13 @@ class _CapturedCall:
         return flat, structure
 
     def _differentiate(self) -> None:
-        # Ends at the gates' stand-ins: nodes that accumulate gradients use streams of their own.
+        # Ends at the gates' stand-ins, since AccumulateGrad nodes would use streams of their own.
         ends = list(self._rules.stand_ins.values())
         with without_autocast(_device(self._backward).type):
             torch.autograd.grad(self.roots, ends, self._grads, allow_unused=True)
 
     def _first(self) -> list[Tensor]:
-        """Outputs and sums of a run layer by layer, to compare with those of a replay."""
+        """Run layer by layer, and return outputs and sums to compare with those of a replay."""
         device = _device(self._backward)
         before = RandomState(device)
         # The first run makes the sums and kernels' persistent buffers; the second adds in place.
@@ -363,7 +363,7 @@ class _CapturedCall:
         return [x.detach().clone() for x in (*self.roots, *self._sums.values())]
 
     def _refuse_strangers(self) -> None:
-        """Refuse a forward that reads, writes or keeps tensors that a replay would not."""
+        """Raise NotCaptured if a replay would miss tensors that the forward reads or keeps."""
         seen = _Seen([*self._inputs, *self._held])
         with self._backward.forward.aside(), seen:
             self._run()
@@ -372,13 +372,13 @@ class _CapturedCall:
             raise NotCaptured(refusal)
 
     def _refuse_other(self, reference: Sequence[Tensor]) -> None:
-        """Refuse graphs whose first replay has other outputs or sums than the run by layers."""
+        """Raise NotCaptured if the first replay has other outputs or sums than the eager run."""
         self._clear(self._sums.values())
         self._replay_forward()
         self._replay_backward()
         found = (*self.roots, *self._sums.values())
         for own, other in zip(found, reference, strict=True):
-            # A sample may have a gradient that is not finite, which is no fault of the graphs.
+            # Gradients of a sample may be nonfinite in both, which is not the graphs' fault.
             is_finite = other.isfinite()
             same = torch.equal(own.isfinite(), is_finite)
             distance, size = (
@@ -412,7 +412,7 @@ class _CapturedCall:
         self._versions = [x._version for x in self._of_forward()]
 
     def _of_forward(self) -> list[Tensor]:
-        """Tensors that the backward reads, and that must not change after the forward."""
+        """Return tensors that the backward reads, which must not change after the forward."""
         return [*(x for x in self._flat if isinstance(x, Tensor)), *self._held]
 
     def take(self, grads: Sequence[Tensor | None]) -> None:
@@ -424,8 +424,8 @@ class _CapturedCall:
         """Add the clipped sums of the call to the logical batch.
 
         Raises:
-            PrivateRefusal: the graphs have run another batch since the forward; or outputs,
-                weights or max_grad_norm have changed since.
+            PrivateRefusal: since the forward, the graphs have run another batch, or outputs,
+                weights or max_grad_norm have changed.
         """
         if gate is not self._gate:
             raise PrivateRefusal(
@@ -445,7 +445,7 @@ class _CapturedCall:
                 "to the earlier value with cuda_graph=True: set it between steps" + _OFF
             ) from None
         self._rows.copy(step.rows)
-        # Clear sums that the logical batch does not hold yet, or holds in another tensor.
+        # Clear sums that are not part of the logical batch yet, or are in another tensor there.
         self._clear(total for p, total in self._sums.items() if step.sums.get(p) is not total)
         self._replay_backward()
         for squares, factors in self._noted.found:
@@ -455,7 +455,7 @@ class _CapturedCall:
 
 
 class _Replay(torch.autograd.Function):
-    """The captured forward; its backward passes on gradients for the gate's backward."""
+    """The replayed forward; its backward copies the outputs' gradients to the backward graph."""
 
     @staticmethod
     def forward(ctx: Any, call: _CapturedCall, handle: Tensor) -> tuple[Tensor, ...]:
@@ -508,7 +508,7 @@ class _Seen(TorchDispatchMode):
         return made is not None and not made.expired()
 
     def refusal(self) -> str | None:
-        """Why a graph cannot hold the forward, or None; call it after dropping all outputs."""
+        """Return why the forward cannot be captured, or None. Delete all outputs before."""
         gc.collect()
         if self._refusal is None and not all(made.expired() for made in self._made.values()):
             return "its forward keeps tensors that it does not return, on the model or in a list"
@@ -528,7 +528,7 @@ def _places(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
 
 
 class _ReplayedGate(Gate):
-    """Stands for all gates of a captured call."""
+    """The clipping gate that takes the place of all clipping gates of a captured call."""
 
     def __init__(self, rules: GateRules, group: Any, call: _CapturedCall, number: int):
         one = replace(group, parameters=group.parameters[:1])
@@ -544,8 +544,8 @@ class _ReplayedGate(Gate):
         with self.step.dropping():
             if self.has_run:
                 raise PrivateRefusal(
-                    "a backward through a captured call for a second time: the first backward may "
-                    "have overwritten its activations. Call the model again" + _OFF
+                    "a captured call runs its backward for a second time, but the first backward "
+                    "may have overwritten its activations: call the model again" + _OFF
                 ) from None
             self.has_run = True
             if self.run.mode != "clip":
@@ -564,7 +564,7 @@ class _Rows(RealRows):
         self._mask = torch.empty(0)
 
     def set_size(self, rows: int, device: torch.device) -> None:
-        """Make the mask, once."""
+        """Create the mask, unless it has this size already."""
         if len(self._mask) != rows:
             self._mask = torch.ones(rows, dtype=torch.bool, device=device)
 
@@ -573,23 +573,23 @@ class _Rows(RealRows):
         return self._mask
 
     def copy(self, rows: RealRows) -> None:
-        """Take over the mask of a microbatch."""
+        """Copy the mask of a microbatch."""
         mask = rows.of(self._mask)
         self._mask.fill_(True) if mask is None else self._mask.copy_(mask)
 
 
 class _Captured:
-    """The logical batch of a capture: exact sums without noise, to which each replay adds."""
+    """Replaces the logical batch in a capture: replays add to its exact sums, without noise."""
 
     def __init__(self, sums: ClippedSums):
         self.sums = sums
         self.rows = _Rows()
 
     def before_gate(self) -> None:
-        """Do nothing: the gate of a replay calls this itself."""
+        """Do nothing, since the gate of a replay calls this method of the logical batch."""
 
     def begin_trial(self) -> None:
-        """Do nothing: trials are not captured."""
+        """Do nothing, since isolation tests (trials) are not captured."""
 
     def dropping(self) -> AbstractContextManager[None]:
         """Return a context manager that drops nothing."""
@@ -602,7 +602,7 @@ class _Captured:
         self.sums.add_clipped(parameters, grads, factors)
 
     def add(self, parameters: Sequence[nn.Parameter], *_: Any, **options: Any) -> None:
-        """Refuse sums that are rounded."""
+        """Raise NotCaptured, since these sums would be rounded."""
         raise NotCaptured(
             f"the planner keeps activations of '{self.sums.names[parameters[0]]}' instead of its "
             "per-sample gradients; pass grad_sample_mode='instantiate'"
@@ -625,12 +625,12 @@ def _static_sums(step: PrivateStep) -> ClippedSums:
     sums = ClippedSums(own.trained, names=own.names, exact=own.exact)
     sums.begin(step.bound)
     if sums.grid is None:
-        raise NotCaptured("sums are not exact; leave exact='auto', and max_grad_norm finite")
+        raise NotCaptured("sums are not exact; pass exact='auto' and a finite max_grad_norm")
     return sums
 
 
 def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
-    """Return the numbers, flags and strings in modules' attributes, which a forward may read."""
+    """Return numbers, flags and strings in modules' attributes, which a forward may read."""
     return tuple(
         (name, type(x), x)
         for m in module.modules()
@@ -642,7 +642,7 @@ def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
 def _refuse_hooks(module: nn.Module) -> None:
     for name, m in module.named_modules():
         hooks = [m._backward_hooks, m._backward_pre_hooks]
-        # Forward hooks of the model itself run outside of the captured forward.
+        # Forward hooks of the model itself run outside of the captured forward, so they may stay.
         hooks += [m._forward_hooks, m._forward_pre_hooks] if name else []
         if any(hooks):
             raise NotCaptured(f"module '{name}' has hooks, which a replay would not call")

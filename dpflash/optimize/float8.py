@@ -1,4 +1,4 @@
-"""Float8: the linear layers that `PerformanceConfig(fp8=True)` changes, and how."""
+"""Float8: chooses the linear layers that multiply in float8 with `PerformanceConfig(fp8=True)`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ..grad_rules.linear import PrivateConv1D, PrivateLinear
 from .levels import Optimization
 
 # e4m3 products need dimensions that are multiples of 16. Products of narrow layers, such as
-# adapters, are limited by memory traffic, and casts would add to it.
+# adapters, are limited by memory traffic, and float8 casts would add memory traffic.
 _MULTIPLE, _LEAST = 16, 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NAMED = 3  # number of layers that a sentence names
+_NAMED = 3  # largest number of layers that a sentence names
 
 
 def with_float8(
@@ -33,8 +33,8 @@ def with_float8(
     """Return the optimization with float8 products in the linear layers that support them.
 
     Raises:
-        ValueError: parameters are sharded; no layer supports float8; or other products are in
-            float32 on another device than the CPU, where trials allow for float32 rounding alone.
+        ValueError: parameters are sharded, no layer supports float8, or other products are in
+            float32 on a device other than the CPU, where trials allow for float32 rounding alone.
     """
     sharded = next((n for n, p in module.named_parameters() if is_sharded(p)), None)
     if sharded is not None:
@@ -47,9 +47,9 @@ def with_float8(
         optimization.autocast or all(p.dtype in _DTYPES[1:] for p in trained)
     ):
         raise ValueError(
-            f"fp8=True with optimize={optimization.level!r} and float32 on {device}: proofs and "
-            "trials allow differences of float32 rounding only, and float8 rounds more. Pass "
-            "optimize='balanced', or a model in bfloat16"
+            f"fp8=True with optimize={optimization.level!r} and float32 on {device}: the tests "
+            "that samples stay apart allow differences of float32 rounding only, and float8 "
+            "rounds more. Pass optimize='balanced', or a model in bfloat16"
         )
     chosen: list[str] = []
     left_out: dict[str, list[str]] = {}
@@ -64,7 +64,7 @@ def with_float8(
     sentences = [_NUMERICS.format(layers=_some(chosen)), _MEMORY]
     if not multiplies_float8(device):
         sentences.append(
-            f"left out: float8 hardware, which {device} does not have: products of the same "
+            f"left out: float8 hardware, which {device} does not have; products of the same "
             "float8 numbers are computed in float32, slower than without fp8"
         )
     for why, names in left_out.items():
@@ -83,18 +83,18 @@ _NUMERICS = (
     "for the gradient of their input. Each token's row and each channel of a weight has its own "
     "scale, so no sample affects the rounding of another. Weight gradients, clipping and noise "
     "are computed without float8. Evaluations of the private model multiply in float8 too; "
-    "copies, public_data() and the model after engine.detach do not. If a batch's number of rows "
-    "is not public (BatchMemoryManager, batches from elsewhere), it may determine which kernels "
-    "run, and float8 may enlarge the difference in rounding"
+    "copies, public_data() and the model after engine.detach do not. If the number of rows of a "
+    "batch is not public (BatchMemoryManager, batches from elsewhere), it may determine which "
+    "kernels run, and float8 may enlarge the difference in rounding between kernels"
 )
 _MEMORY = (
-    "memory: 2 bytes per element of their weights, for two casts that are made once per logical "
-    "batch; torch.compile casts in each call"
+    "memory: 2 bytes per element of these layers' weights, for two float8 copies that are made "
+    "once per logical batch; with torch.compile they are made in each call"
 )
 
 
 def _linear_layers(module: nn.Module, layers: Sequence[Layer]) -> Iterator[tuple[str, str | None]]:
-    """Yield the name of each linear layer, and the reason if it is left out, else None."""
+    """Yield (name of a linear layer, reason why it cannot use float8, or None)."""
     linear = [layer for layer in layers if issubclass(rule_for(layer.module), PrivateLinear)]
     inside = {
         id(child)

@@ -5,9 +5,9 @@ conservative  a planner chooses the grad_sample_mode of flat clipping; only roun
 balanced      conservative, and the model's forward runs under bfloat16 autocast.
 aggressive    balanced, with per-layer clipping and a compiled forward.
 
-No level changes what a step costs in privacy: batches, noise and clipping are the same. Clipping
-and noise run in the gates' backward, outside of autocast and of the compiled graph. `_OF_16_BIT`
-states how 16-bit rounding affects the bound for batches without public slots.
+No level changes the epsilon of a step: sampling, noise and clipping bound are the same. Clipping
+and noise run in the backward of the clipping gates, outside of autocast and the compiled graph.
+`_OF_16_BIT` states how 16-bit rounding affects the bound if a batch has no public number of rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..grad_rules.convert import Layer, untraceable
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of `make_private` that a level depends on."""
+    """The arguments of `make_private` that determine the changes of a level."""
 
     level: str  # one of `planner.LEVELS`
     clipping: str | None  # None for the level's own clipping
@@ -37,14 +37,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Optimization:
-    """What an optimization level does to a private model."""
+    """The changes that an optimization level makes to a private model."""
 
     level: str  # "none", "conservative", "balanced" or "aggressive"
     clipping: str  # "flat" or "per_layer"
     autocast: bool  # whether the model's forward runs under bfloat16 autocast
     compiled: bool  # whether torch.compile compiles the model's forward in training
-    # sentences that begin with their subject: "privacy", "clipping", "numerics", "memory", or
-    # "left out" with the reason
+    # sentences that begin with their subject: "privacy", "clipping", "numerics" or "memory", or
+    # with "left out" if an optimization is not used
     changes: tuple[str, ...]
     # size of the per-sample gradients of all layers for a microbatch of public_batch_size samples
     stored_bytes: int
@@ -79,7 +79,7 @@ PLAIN = Optimization("none", "flat", autocast=False, compiled=False, changes=(),
 def choose(
     asked: Asked, module: nn.Module, layers: Sequence[Layer], trained: Sequence[nn.Parameter]
 ) -> Optimization:
-    """Return what a level changes for a plain model; refuse a device that cannot run it."""
+    """Return what a level changes for a model; raise ValueError if the device lacks bfloat16."""
     level, device = asked.level, trained[0].device
     clipping = clipping_for(level, asked.clipping, asked.mode)
     autocast = False
@@ -111,9 +111,9 @@ _OF_16_BIT = (
     "numerics: the shape of a batch determines which kernels compute its 16-bit products, and so "
     "their rounding. Batches of the private loader have a public number of rows, so no sample "
     "affects the rounding of others. Batches of BatchMemoryManager, batches from elsewhere, and "
-    "batches of a collate_fn that pads to the longest sample have no public shape. There one "
-    "sample was seen to change the sum by 1.0009 max_grad_norm, and by 1.0083 max_grad_norm in a "
-    "search for large changes"
+    "batches of a collate_fn that pads to the longest sample have no public shape. With these, "
+    "one sample was seen to change the sum by 1.0009 max_grad_norm, and by 1.0083 max_grad_norm "
+    "in a search for large changes"
 )
 _CONSERVATIVE = (
     "numerics: grad_sample_modes differ by rounding alone",
@@ -124,7 +124,7 @@ _CONSERVATIVE = (
 def _of_none(clipping: str) -> tuple[str, ...]:
     return (
         f"clipping: {clipping}; each layer keeps its per-sample gradients; no planner",
-        "numerics: unchanged, those of the model",
+        "numerics: those of the model, unchanged",
         "memory: one gradient per sample of the batch for each parameter; memory_budget has no "
         "effect",
     )
@@ -148,7 +148,7 @@ def _clipping(asked: Asked, clipping: str) -> str:
 
 
 def _autocast(level: str, trained: Sequence[nn.Parameter]) -> tuple[bool, tuple[str, ...]]:
-    """Whether to use autocast, and sentences about it; refuses a device without bfloat16."""
+    """Return (whether to use autocast, sentences); raise if the device lacks bfloat16."""
     device = trained[0].device
     others = sorted({str(p.dtype) for p in trained} - {"torch.float32"})
     if others:
@@ -164,7 +164,7 @@ def _autocast(level: str, trained: Sequence[nn.Parameter]) -> tuple[bool, tuple[
         )
     text = (
         "numerics: the model's forward and backward multiply in bfloat16 (about 3 digits); its "
-        "outputs are float32, so losses are. An autocast region of your own takes precedence"
+        "outputs and the losses are float32. An autocast region of your own takes precedence"
     )
     fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     if device.type == "cpu" and not fast:
@@ -200,7 +200,7 @@ def _obstacle(
     if any(compiled):
         return "the model is compiled already"
     if asked.mode not in ("auto", "instantiate"):
-        return f"grad_sample_mode={asked.mode!r} was set, and a compiled model instantiates"
+        return f"grad_sample_mode={asked.mode!r} was set, but a compiled model instantiates"
     if asked.ranks.everyone is not None:
         return (
             "several ranks exchange gradients during the backward, and a compiled backward "

@@ -1,8 +1,8 @@
-"""Wraps the model's forward: batch size, proof of the first batch, autocast, torch.compile.
+"""Wraps the model's forward: batch size, isolation test, autocast, torch.compile.
 
-Autocast and the compiler belong to the optimization level; clipping and noise run in the gates'
-backward, outside of both. Until the model is proven, each forward is repeated with other samples.
-Random masks are seeded during the forward, see `dpflash.privacy.seeds`.
+Autocast and the compiler belong to the optimization level; clipping and noise run in the clipping
+gates' backward, outside of both. Until the model has passed the isolation test, each forward is
+repeated with other samples. Forwards seed random masks, see `dpflash.privacy.seeds`.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ _UNREPLACED = (
 
 
 class ForwardWrapper:
-    """The wrapped forward of a model, from `put` to `remove`.
+    """Wraps the forward of a model, from `put` to `remove`.
 
-    The model's class is changed, as for private layers. It stays the same object with the same
-    `state_dict()`, and its copies and pickles are plain models.
+    The model's class is changed, as for private layers. The model stays the same object with the
+    same `state_dict()`, and its copies and pickles are plain models.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ForwardWrapper:
         self._inner = module.module if isinstance(module, DistributedDataParallel) else None
         self._is_plain = self._runs_plain = False
         self._plain_original = plain_class(module)
-        # (module, its class, the wrapping class, and a wrapping class of the plain class)
+        # (module, its class, the class that wraps its class, the class that wraps its plain class)
         around = [_class_around(kind, self) for kind in (self._original, self._plain_original)]
         self._classes = [(module, self._original, *around)]
         if self._inner is not None:
@@ -110,17 +110,17 @@ class ForwardWrapper:
 
     @property
     def optimization(self) -> Optimization:
-        """What the optimization level and captured graphs change, and which attention runs."""
+        """The changes by the optimization level and captured graphs, and the attention kernels."""
         found = self._optimization.with_change(self.attention)
         return found if self._captured is None else found.with_change(self._captured.sentence)
 
     @property
     def attention(self) -> str:
-        """Which attention kernels dense and causal calls of the model use, and why."""
+        """The attention kernels that dense and causal calls of the model use, and the reason."""
         return describe(self._parameter_device, self._backend())
 
     def _backend(self) -> str:
-        """The attention backend of calls: the one set for the model, or else for the loop."""
+        """Return the attention backend that was set for the model, or else for the loop."""
         asked = self._attention_backend
         asked = current_backend() if asked == AUTO else asked
         # Both backwards of ghost clipping must give equal gradients.
@@ -138,12 +138,12 @@ class ForwardWrapper:
 
     @contextlib.contextmanager
     def plain(self) -> Iterator[None]:
-        """Make the model a plain model inside the block, for public data.
+        """Context in which the model is a plain model, for public data.
 
-        Its layers have no gates, and a forward is neither proven nor seeded. The level's autocast
+        Its layers do not clip, and a forward is neither tested nor seeded. The level's autocast
         and the checks of buffers and `state_dict` stay active.
         """
-        # The same class objects are restored afterwards: torch.compile guards on them.
+        # The same class objects are restored on exit, since torch.compile guards on them.
         held = [(module, type(module)) for module, *_ in self._classes]
         with plain_layers(self._module):
             for module, _, _, plain in self._classes:
@@ -161,7 +161,7 @@ class ForwardWrapper:
 
     @contextlib.contextmanager
     def _refusing_private(self) -> Iterator[None]:
-        """Refuse rows of the private loader in calls of single layers of the model."""
+        """Context in which calls of single layers raise if they get rows of the private loader."""
 
         def refuse(module: nn.Module, args: Any, kwargs: Any) -> None:
             # Tensors with a grad_fn were computed by layers and have other rows.
@@ -206,7 +206,7 @@ class ForwardWrapper:
             units = self._backward.forward.units
             rows = self._backward.forward.batch_hint or 0
             most = max(rows, most_samples(args, kwargs)) if units is None else units.size
-            # Not with several ranks, which would have to restart together.
+            # Several ranks would have to restart the test together, so they do not restart it.
             if self.unchanged is not None and self._backward.proof.group is None:
                 self._restart_proof(self.unchanged.structure())
             trial, place_trial = self._backward.trial, self._backward.place_trial
@@ -233,7 +233,7 @@ class ForwardWrapper:
             trial.sandbox.end_forward()
 
     def _replayed(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The outputs of a captured call; None if the layers have to run."""
+        """Return the outputs of a captured call; None if the model must run layer by layer."""
         if self._captured is None:
             return None
         dtype = self._autocast_dtype()
@@ -246,7 +246,7 @@ class ForwardWrapper:
         return self._captured.outputs(setting, (args, kwargs), run, self._keeping_state)
 
     def _tried(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
-        """Run a forward that is recorded for a trial, or compared with the recorded one."""
+        """Run a forward that is recorded for a trial, or compared with the recorded forward."""
         backward, recording = self._backward, self._backward.recording
         if recording is not None and (not recording.has_rows or recording.had_backward):
             return self._called(module, tensors, args, kwargs)
@@ -269,7 +269,7 @@ class ForwardWrapper:
         kwargs: Any,
     ) -> Any:
         before = RandomState(self._parameter_device)
-        # Dropout is off during the forward only: an error in the loop would leave it off.
+        # Dropout is off during the forward only, since an error in the loop could leave it off.
         recorded = self._recorded(tensors, only_dtypes=True)
         with recorded as rows, place_trial.without_dropout, _noting_outputs(rows):
             outputs = self._eagerly(module, self._autocast_dtype(), args, kwargs)
@@ -288,7 +288,7 @@ class ForwardWrapper:
         return self._uncovered.call(tensors, own, is_compiled=self._compiles(module))
 
     def _restart_proof(self, structure: int) -> None:
-        """Begin the proof again if modules or hooks have changed since the previous call."""
+        """Restart the isolation test if modules or hooks have changed since the previous call."""
         is_other = structure != self._structure
         if is_other:
             refuse_compiled(self._module)
@@ -307,7 +307,7 @@ class ForwardWrapper:
         """Run forwards whose rows are compared, and then the forward itself.
 
         The forward itself runs last, from the state at the beginning of the call, so that hooks
-        and objects keep results of this forward.
+        and objects hold its results and not those of the other forwards.
         """
         with self._keeping_state() as before, self._backward.forward.aside():
             run = functools.partial(self._repeated, module, before)
@@ -316,7 +316,7 @@ class ForwardWrapper:
 
     @contextlib.contextmanager
     def _keeping_state(self) -> Iterator[_State]:
-        """Restore the state that forwards inside the block may change."""
+        """Context that restores, on exit, the state that forwards inside may change."""
         contents = Contents(()) if self.unchanged is None else self.unchanged.allowed_contents()
         before = _State(RandomState(self._parameter_device), contents, self._attributes())
         try:
@@ -387,7 +387,7 @@ class ForwardWrapper:
         *,
         compares: bool = False,
     ) -> ForwardRows:
-        """Run a forward from a state, with copies of its or given attributes; return its rows."""
+        """Run a forward from a state, with its attributes or the given ones; return its rows."""
         state.restore()
         (attributes or state.attributes).restore_copies()
         args, kwargs = copied(arguments)
@@ -401,7 +401,7 @@ class ForwardWrapper:
     def _recorded(
         self, tensors: list[Tensor], *, compares: bool = False, only_dtypes: bool = False
     ) -> Iterator[ForwardRows]:
-        """Record the rows of the forward inside the block."""
+        """Context that records the rows of the forward inside."""
         forward = self._backward.forward
         rows = ForwardRows(compares=compares, only_dtypes=only_dtypes, units=forward.units)
         rows.dtypes.update(p.dtype for p in self._module.parameters())
@@ -424,13 +424,13 @@ class ForwardWrapper:
             return self._eagerly(module, self._autocast_dtype(), args, kwargs, inner=True)
 
     def _seeded(self) -> AbstractContextManager[None]:
-        """Seed random masks from a secret during a forward with gradients."""
+        """Return a context that seeds random masks from a secret in forwards with gradients."""
         if self._masks is None or not torch.is_grad_enabled():
             return nullcontext()
         return self._masks.seeded(recomputing=torch._C._current_graph_task_id() != -1)
 
     def _watched(self, *, again: bool = False) -> AbstractContextManager[None]:
-        """Note the trained parameters that a forward rewrites."""
+        """Return a context that notes the trained parameters that a forward rewrites."""
         if self.unchanged is None or torch.jit.is_tracing():
             return nullcontext()
         return self.unchanged.forward(again=again)
@@ -444,7 +444,7 @@ class ForwardWrapper:
         return self._eagerly(module, dtype, args, kwargs)
 
     def _batch_size(self, tensors: list[Tensor]) -> int:
-        """B of a call: that of the microbatch if a tensor has it, else of the first tensor."""
+        """Return the microbatch's size if a tensor has it, else the size of the first tensor."""
         drawn = self._backward.forward.batch_hint
         first = [t.shape[0] for t in tensors]
         return drawn if drawn in first else next(iter(first), 0)
@@ -456,7 +456,7 @@ class ForwardWrapper:
         return self._batch_size(tensors) if size is None else size
 
     def _autocast_dtype(self) -> torch.dtype | None:
-        """The dtype of autocast; a region that the user opened takes precedence."""
+        """Return the dtype of autocast; a region that the user opened takes precedence."""
         if torch.is_autocast_enabled(self._device):
             return torch.get_autocast_dtype(self._device)
         return torch.bfloat16 if self._optimization.autocast else None
@@ -526,7 +526,7 @@ class ForwardWrapper:
     ) -> Any:
         handles = self._backward.forward.prepared_handles
         if not handles or handles[0][0].shape[0] != size:
-            # The batch did not come from the private loader.
+            # The batch is not from the private loader, which prepares handles.
             self._backward.forward.prepare(size)
         if size > 1:
             for tensor in (
@@ -538,7 +538,7 @@ class ForwardWrapper:
         if self._backward.proof.is_on:
             allow_second_backwards()
         self._backward.forward.set_compiled()
-        # In the user's autocast region the compiler would autocast the backward too.
+        # Inside the user's autocast region the compiler would autocast the backward too.
         try:
             with without_autocast(self._device), attention_backend_of_model(self._backend()):
                 outputs = self._compiled(dtype, args, kwargs)
@@ -577,7 +577,7 @@ def _first_dimensions(tensors: list[Tensor]) -> frozenset[int]:
 
 @contextlib.contextmanager
 def _noting_outputs(rows: ForwardRows) -> Iterator[None]:
-    """Note the dtypes of the outputs of all modules, also of frozen and autocast modules."""
+    """Context that notes the output dtypes of all modules, also of frozen and autocast modules."""
 
     def note(module: nn.Module, inputs: Any, outputs: Any) -> None:
         rows.dtypes.update(x.dtype for _, x in tensors_of(outputs))
@@ -593,7 +593,7 @@ def _dropped(packed: None) -> Tensor:
     raise RuntimeError(
         "the losses use outputs of a forward that ran only to test the first batches, in the same "
         "call of the model: a list that a hook fills keeps them too. Overwrite kept outputs, "
-        "clear the list where the model's forward begins, or return what the losses need"
+        "clear the list when the model's forward begins, or return what the losses need"
     )
 
 
@@ -627,7 +627,7 @@ def _class_with(original: type[nn.Module], methods: dict[str, Any]) -> type[nn.M
 
 
 def _guards(original: type[nn.Module], wrapper: ForwardWrapper, prefix: str) -> dict[str, Any]:
-    """Methods that check the model's state before it is saved or copied, and note loads."""
+    """Return methods that check the model's state before a save or copy, and note a load."""
     unchanged = wrapper.unchanged
     if unchanged is None:
         return {}

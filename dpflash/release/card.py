@@ -19,16 +19,16 @@ def model_card(
     how: str,
     audit: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the card as Markdown.
+    """Return the model card as Markdown.
 
     Args:
         report: report of the run, see `dpflash.train.report.make_report`.
-        kind: kind of the model, such as "causal language model".
+        kind: noun for the model, such as "causal language model".
         task: name of the task on the Hub, such as "text-generation"; None if unknown.
         library: the library that loads the model, "dpflash" or "transformers".
         base: name of the pretrained model; None for a new model.
         how: Python code that loads the model.
-        audit: the result of `dpflash audit --run` for the run's settings, or None.
+        audit: content of audit.json from `dpflash audit --run`; None if there was no audit.
     """
     private = "" if report["epsilon"] is None else "differential-privacy, "
     trained = "trained" if base is None else f"fine-tuned from {base}"

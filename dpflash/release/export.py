@@ -40,7 +40,7 @@ from .load import SAFETENSORS, is_pretrained, load, pretrained_folder, report_of
 
 _TOKENIZER = "tokenizer_config.json"
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-# Class of transformers -> (kind of model, name of its task on the Hub).
+# Class of transformers -> (noun for the model, name of its task on the Hub).
 _KINDS = {
     CAUSAL: ("causal language model", "text-generation"),
     CLASSIFIER: ("classifier of texts", "text-classification"),
@@ -61,7 +61,7 @@ def export(
     keep_adapters: bool = False,
     ledgers: Sequence[str | os.PathLike[str]] = (),
 ) -> Path:
-    """Write the model of a run for release.
+    """Write the model of a run, with a model card, to a folder that can be published.
 
     Args:
         run: folder of a `dpflash train` run that ended or was interrupted, the output_dir of a
@@ -71,15 +71,15 @@ def export(
         keep_adapters: whether to write LoRA adapters unmerged, to be loaded with peft and the base
             model. Otherwise they are merged into the base model's weights.
         ledgers: ledgers of other runs that the weights come from, such as the base model's. The
-            card states epsilon of each ledger, and of all together if their privacy units are the
-            same.
+            card states the epsilon of each ledger, and also their joint epsilon if all have the
+            same privacy unit.
 
     Returns:
-        The folder.
+        The path `out`.
 
     Raises:
-        FileNotFoundError, ValueError: the run has no model or made releases after the model was
-            written, out exists, or an argument does not match the run.
+        FileNotFoundError, ValueError: the run has no model, the run made noisy steps after the
+            model was written, out exists, or an argument does not match the run.
 
     Guarantees:
         The folder depends on the data only through the private weights and the numbers that the
@@ -92,10 +92,10 @@ def export(
     is_adapter = (pretrained_folder(run) / ADAPTER).is_file()
     if keep_adapters and not is_adapter:
         raise ValueError(
-            f"keep_adapters=True: the run in {str(run)!r} trained no adapters; drop it"
+            f"keep_adapters=True: the run in {str(run)!r} has no adapters; drop keep_adapters"
         )
     out.parent.mkdir(parents=True, exist_ok=True)
-    # Written to another name first, so that a folder with the final name is complete.
+    # Write to another name first, so that a folder with the final name is always complete.
     work = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
     work.mkdir()
     try:
@@ -114,14 +114,14 @@ def export(
 
 
 def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
-    """Return a run's report with the epsilon of all ledgers; raise if it does not match them."""
+    """Return a run's report with the epsilon of all ledgers; raise if they do not match."""
     if not run.is_dir():
-        raise FileNotFoundError(f"run={str(run)!r}: no such folder; pass that of a run")
+        raise FileNotFoundError(f"run={str(run)!r}: no such folder; pass the folder of a run")
     resume = f"dpflash train --resume {run}"
     path = report_of(run)
     if not path.is_file() and not (run / LEDGER).is_file() and checkpoint_of(run) is None:
         raise ValueError(
-            f"run={str(run)!r}: not the folder of a dpflash train run, nor that of a DPTrainer"
+            f"run={str(run)!r}: not the folder of a dpflash train run, nor of a DPTrainer"
         )
     if not path.is_file():
         raise ValueError(
@@ -134,9 +134,9 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
     ledger = Ledger(own) if own.is_file() else None
     others = [path for path in others if ledger is None or Path(path).resolve() != own]
     ledgers = [*([] if ledger is None else [ledger]), *opened(others)]
-    if "data" in report["config"] and not ledgers:  # of `dpflash train`
+    if "data" in report["config"] and not ledgers:  # the run is one of `dpflash train`
         raise ValueError(
-            f"run={str(run)!r}: its ledger {str(own)!r} is missing, so what other runs have added "
+            f"run={str(run)!r}: its ledger {str(own)!r} is missing, so the epsilon of other runs "
             "is unknown; restore it and its guard, or pass --ledgers FILE if it has moved"
         )
     if others and not any(report.get("ledger_head") in heads(one.content()) for one in ledgers):
@@ -154,9 +154,9 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
     if "weights" in report and report["weights"] != weights_digest(pretrained_folder(run)):
         raise ValueError(
             f"run={str(run)!r}: its weights are not those that its {REPORT} describes, so their "
-            "epsilon is not known; write both by DPTrainer.save_model"
+            "epsilon is not known; write weights and report by DPTrainer.save_model"
         )
-    # Units that were renamed after the report was written.
+    # Privacy units may have been renamed after the report was written.
     for was, unit in ({} if ledger is None else ledger.names).items():
         report["privacy_unit"] = report["privacy_unit"].replace(f"{was} (", f"{unit} (", 1)
         report["unit_name"] = unit.partition(": ")[2]
@@ -179,7 +179,7 @@ def _require_same(run: Path, report: dict[str, Any], ledger: Ledger) -> None:
     if released > written:
         raise ValueError(
             f"run={str(run)!r}: its model was written after {written} releases, and its ledger "
-            f"has {released}; continue it with dpflash train --resume {run}, or by "
+            f"has {released}; continue the run with dpflash train --resume {run}, or by "
             "DPTrainer.train(resume_from_checkpoint=True)"
         )
     spent = spending.epsilon(report["delta"]).upper
@@ -187,8 +187,8 @@ def _require_same(run: Path, report: dict[str, Any], ledger: Ledger) -> None:
     is_of_it = report.get("ledger_head") in (None, *heads(ledger.content()))
     if not is_of_it or stated < spent * (1 - 1e-6):
         raise ValueError(
-            f"run={str(run)!r}: its {REPORT} has epsilon {stated:g} and the ledger's head "
-            f"{report.get('ledger_head')}, and its ledger epsilon {spent:g} and head "
+            f"run={str(run)!r}: its {REPORT} states epsilon {stated:g} and the ledger's head "
+            f"{report.get('ledger_head')}, but its ledger has epsilon {spent:g} and head "
             f"{ledger.head}: one of them was changed; restore both from a copy"
         )
     report["seeded"] |= any((line.about or {}).get("seeded") == "yes" for line in lines)
@@ -212,7 +212,7 @@ def _write_own(run: Path, out: Path) -> None:
 
 def _write_pretrained(trained: Path, out: Path, keep_adapters: bool) -> None:
     transformers = require_transformers(trained)
-    # Copy named files only, since the folder may have checkpoints and their keys.
+    # Copy named files only, since the folder may contain checkpoints and their secret keys.
     copied = [trained / name for name in _PROCESSORS]
     if keep_adapters:
         copied += [trained / CONFIG, *trained.glob("adapter_*")]
@@ -222,7 +222,7 @@ def _write_pretrained(trained: Path, out: Path, keep_adapters: bool) -> None:
     if (trained / _TOKENIZER).is_file():
         load_tokenizer(trained).save_pretrained(out)
     if keep_adapters:
-        # Write the base model's name, not its path on this machine.
+        # Write the base model's name in place of its path on this machine.
         config = json.loads((out / ADAPTER).read_text(encoding="utf-8"))
         config["base_model_name_or_path"] = adapted_folder(trained).name
         (out / ADAPTER).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -23,7 +23,7 @@ SAFETENSORS = "model.safetensors"
 
 
 def load(folder: str | os.PathLike[str]) -> nn.Module:
-    """Load the trained model of a folder.
+    """Load the trained model in a folder.
 
     Args:
         folder: the folder of a `dpflash train` run or of a `dpflash export`, the output_dir of a
@@ -31,7 +31,7 @@ def load(folder: str | os.PathLike[str]) -> nn.Module:
 
     Returns:
         A `dpflash.nn.LongContextLM`, or a model of transformers (with its adapters, if the folder
-        has some): on the CPU, in float32 and eval mode.
+        has some). The model is on the CPU, in float32 and in eval mode.
 
     Raises:
         FileNotFoundError: the folder does not exist.
@@ -41,7 +41,7 @@ def load(folder: str | os.PathLike[str]) -> nn.Module:
     path = Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(
-            f"folder={str(folder)!r}: no such folder; pass that of a run or an export"
+            f"folder={str(folder)!r}: no such folder; pass the folder of a run or an export"
         )
     if is_pretrained(path):
         return load_model(pretrained_folder(path))
@@ -70,7 +70,7 @@ def load(folder: str | os.PathLike[str]) -> nn.Module:
 
 
 def is_pretrained(folder: Path) -> bool:
-    """Whether the model of a folder is a model of transformers."""
+    """Whether the model in a folder is a model of transformers."""
     if pretrained_folder(folder) != folder or (folder / ADAPTER).is_file():
         return True
     config = folder / ARCHITECTURE
@@ -78,9 +78,9 @@ def is_pretrained(folder: Path) -> bool:
 
 
 def pretrained_folder(folder: Path) -> Path:
-    """Return the folder that transformers loads: the folder itself, or a subfolder of a run.
+    """Return the folder that transformers can load: the folder itself, or a subfolder of a run.
 
-    If a `DPTrainer` wrote checkpoints only, this is the newest checkpoint.
+    If a `DPTrainer` wrote only checkpoints, the newest checkpoint is returned.
     """
     if (folder / PRETRAINED).is_dir():
         return folder / PRETRAINED
@@ -91,7 +91,7 @@ def pretrained_folder(folder: Path) -> Path:
 
 
 def report_of(folder: Path) -> Path:
-    """Return the path of a run's report: beside the model (`DPTrainer`) or in the run's folder."""
+    """Return the path of a run's report, beside the model (`DPTrainer`) or in the run's folder."""
     beside = pretrained_folder(folder) / REPORT
     return beside if beside.is_file() else folder / REPORT
 
@@ -106,8 +106,8 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
     content = _read_json(path)
     if content.get("format") != FORMAT or not isinstance(content.get("architecture"), dict):
         raise ValueError(
-            f"folder={str(folder)!r}: {ARCHITECTURE} has neither the format {FORMAT!r} nor that "
-            "of a model of transformers; pass the folder of a run or an export"
+            f"folder={str(folder)!r}: {ARCHITECTURE} has neither the format {FORMAT!r} nor the "
+            "format of transformers; pass the folder of a run or an export"
         )
     architecture: dict[str, Any] = content["architecture"]
     return architecture
@@ -127,8 +127,8 @@ def _read_weights(folder: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
             saved, architecture = read(folder / name)
             if architecture is None:
                 raise ValueError(
-                    f"{folder / name}: does not contain the model's architecture, like weights of "
-                    "earlier versions; build the model yourself and call load_state_dict"
+                    f"{folder / name}: does not contain the model's architecture, as with weights "
+                    "of earlier versions; build the model yourself and call load_state_dict"
                 )
             return saved, architecture
     raise ValueError(

@@ -1,4 +1,4 @@
-"""TextClassifierModel: a trained text classifier, evaluated on labelled texts.
+"""TextClassifierModel: evaluates a trained text classifier on labelled texts.
 
 Letters: B texts, T tokens, C labels.
 """
@@ -22,12 +22,12 @@ from .load import is_pretrained, pretrained_folder
 
 @dataclass(frozen=True)
 class Classification:
-    """Results of a classifier on texts. Epsilon does not cover them.
+    """Results of a classifier on texts. Epsilon does not cover the results.
 
     Attributes:
         texts: number of texts.
         accuracy: fraction of texts whose predicted label is correct.
-        nats_per_text: mean loss of a text.
+        nats_per_text: mean loss of a text, in nats.
         by_label: for each label the number of its "texts", the "recall" (fraction of these texts
             that are predicted to have the label; None without texts) and the "precision" (fraction
             of the texts predicted to have the label that have it; None if there are none).
@@ -40,10 +40,10 @@ class Classification:
 
 
 class TextClassifierModel:
-    """The classifier of a run or an export.
+    """The text classifier in the folder of a run or an export.
 
     Raises:
-        FileNotFoundError, ValueError: as `dpflash.load`, or the model is not a text classifier.
+        FileNotFoundError, ValueError: as for `dpflash.load`, or the model is no text classifier.
 
     Attributes:
         labels: the names of the labels, in the order of the logits `[B, C]`.

@@ -1,4 +1,4 @@
-"""TextModel: a trained language model that evaluates documents and continues texts.
+"""TextModel: evaluates documents and continues texts with a trained language model.
 
 Letters: T tokens, V vocabulary.
 """
@@ -40,13 +40,13 @@ from .load import is_pretrained, load, pretrained_folder
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss of a model on documents. Epsilon does not cover it.
+    """The loss of a model on documents. Epsilon does not cover the loss.
 
     Attributes:
         documents: number of documents.
         tokens: number of tokens that were predicted.
-        nats_per_token: mean loss of a token.
-        bits_per_byte: loss of all text / number of its bytes; None if some text was not predicted.
+        nats_per_token: mean loss of a token, in nats.
+        bits_per_byte: total loss in bits / number of bytes; None if some text was not predicted.
     """
 
     documents: int
@@ -66,14 +66,14 @@ class Evaluation:
 
 
 class TextModel:
-    """The language model of a run or an export.
+    """The language model in the folder of a run or an export.
 
     Raises:
-        FileNotFoundError, ValueError: as `dpflash.load`.
+        FileNotFoundError, ValueError: as for `dpflash.load`.
 
     Attributes:
-        token: "byte" or "token".
-        max_tokens: the largest T; None for no limit.
+        token: unit of the model's input, "byte" or "token".
+        max_tokens: the largest number of tokens in an input; None for no limit.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -92,7 +92,7 @@ class TextModel:
             self._tokenizer = load_tokenizer(own)
             self.token = "token"
             self._padding = start_token(self._tokenizer) or 0
-            # Replaced, since the model's own config may enable beam search or penalties.
+            # Replace the model's own config, which may enable beam search or penalties.
             ends = model.generation_config.eos_token_id
             self._model.generation_config = self._transformers.GenerationConfig(
                 eos_token_id=self._tokenizer.eos_token_id if ends is None else ends,
@@ -124,8 +124,8 @@ class TextModel:
         _validate.optional(_validate.positive_int, seq_len=seq_len)
         if self.max_tokens is not None and seq_len is not None and seq_len > self.max_tokens:
             raise ValueError(
-                f"seq_len={seq_len}: the model takes {self.max_tokens} tokens; pass at most that "
-                "many"
+                f"seq_len={seq_len}: the model takes {self.max_tokens} tokens; pass at most this "
+                "number"
             )
         documents: Sequence[Tokens] = contents
         if self._tokenizer is not None:
@@ -172,7 +172,7 @@ class TextModel:
         Args:
             prompt: the text; it may be empty.
             max_new_tokens: maximum number of tokens to add.
-            temperature: number that divides the logits; 0 chooses the most likely token.
+            temperature: divisor of the logits; 0 chooses the most likely token.
             top_k: number of most likely tokens to sample from; None for all tokens.
             seed: seed of the sampling; None for a different text in each call.
 
@@ -180,7 +180,7 @@ class TextModel:
             The prompt and its continuation.
 
         Raises:
-            ValueError: a number is out of range, or there are more tokens than the model takes.
+            ValueError: a number is out of range, or the model takes fewer tokens than requested.
         """
         _validate.positive_int(max_new_tokens=max_new_tokens)
         _validate.non_negative(temperature=temperature)
@@ -198,7 +198,7 @@ class TextModel:
     def _generate_bytes(
         self, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None
     ) -> str:
-        """Continue byte by byte; the model's input is at most the last max_tokens tokens."""
+        """Continue byte by byte; the model sees at most the last max_tokens tokens."""
         ids = [DOCUMENT_START, *prompt.encode(errors="replace")]
         for _ in range(max_new_tokens):
             seen = torch.tensor([ids[-self._model.max_seq_len :]])
@@ -222,7 +222,7 @@ class TextModel:
         if self.max_tokens is not None and len(ids) + max_new_tokens > self.max_tokens:
             raise ValueError(
                 f"max_new_tokens={max_new_tokens} after a prompt of {len(ids)} tokens: the model "
-                f"takes {self.max_tokens}; lower max_new_tokens, or shorten the prompt"
+                f"takes at most {self.max_tokens}; lower max_new_tokens, or shorten the prompt"
             )
         options: dict[str, Any] = {"do_sample": temperature > 0}
         if temperature > 0:

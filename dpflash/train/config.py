@@ -38,9 +38,9 @@ _EXAMPLES_PER_UNIT = 4
 class TrainingConfig:
     """The configuration of a training job: the options that `dpflash train --help` explains.
 
-    None means the default that the help names. With `pack`, a document that is longer than a row
-    is cut into windows, whose gradients are added before they are clipped. Of a document that is
-    longer than a microbatch, each step trains on one window of a microbatch's tokens.
+    None means the default that the help states. With `pack`, a document longer than a row is cut
+    into windows, and the gradients of its windows are summed before clipping. If a document has
+    more tokens than a microbatch, each step trains on one window with as many as a microbatch.
     """
 
     data: str | None = None
@@ -68,7 +68,7 @@ class TrainingConfig:
     # epsilon after all steps; None if noise_multiplier is given
     target_epsilon: float | None = 8.0
     noise_multiplier: float | None = None
-    bands: int | str = 1  # number of bands of the noise; "auto" for the number with least error
+    bands: int | str = 1  # number of noise bands; "auto": the number with the least error
     delta: float = 1e-5
     allow_large_delta: bool = False
     max_epsilon: float | None = None
@@ -148,7 +148,7 @@ class TrainingConfig:
         if self.max_epsilon is not None and self.noise_multiplier == 0:
             raise ValueError(
                 f"max_epsilon={self.max_epsilon!r} with noise_multiplier=0: a run without noise "
-                "has no epsilon; pass one of them"
+                "has no epsilon; drop one of the two"
             )
         _validate.one_of(
             device=(self.device, ("cpu", "cuda")),
@@ -174,15 +174,15 @@ class TrainingConfig:
             _validate.positive_int(examples_per_unit=self.examples_per_unit)
         elif self.examples_per_unit is not None:
             raise ValueError(
-                f"examples_per_unit={self.examples_per_unit!r} with unit={self.unit!r}: here each "
-                "unit has one document; pass unit='folder' or 'field:NAME', or drop it"
+                f"examples_per_unit={self.examples_per_unit!r} with unit={self.unit!r}: each unit "
+                "has one document; pass unit='folder' or 'field:NAME', or drop examples_per_unit"
             )
         _validate.optional(_validate.words, unit_name=self.unit_name)
         if self.unit_name is not None and not has_several_documents(self.unit):
             raise ValueError(
                 f"unit_name={self.unit_name!r} with unit={self.unit!r}: only units that are "
                 "folders or values of a field have a name; pass unit='folder' or 'field:NAME', or "
-                "drop it"
+                "drop unit_name"
             )
         data = default_data_dir() if self.data is None else Path(self.data)
         suffixes = (".py",) if self.data is None and self.suffixes is None else self.suffixes
@@ -209,7 +209,7 @@ class TrainingConfig:
         _validate.non_negative(eval_fraction=fraction)
         if fraction >= 1:
             raise ValueError(
-                f"eval_fraction={fraction!r}: expected a number below 1, such as 0.1; pass one"
+                f"eval_fraction={fraction!r}: expected a number below 1; pass a number such as 0.1"
             )
         self._set(eval_fraction=fraction)
 
@@ -253,8 +253,8 @@ class TrainingConfig:
             for name in (*_SIZES, "pattern"):
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"{name}={getattr(self, name)!r} with model={self.model!r}: a pretrained "
-                        "model already determines it; drop one of the two"
+                        f"{name}={getattr(self, name)!r} with model={self.model!r}: the model "
+                        "already determines this value; drop one of the two options"
                     )
             _validate.optional(_validate.positive_int, lora_rank=self.lora_rank)
             self._set(model=os.fspath(Path(self.model).absolute()))
@@ -282,19 +282,19 @@ class TrainingConfig:
 
     @property
     def noun(self) -> str:
-        """The name of a unit, such as "file" or "patient"."""
+        """The noun for a privacy unit, such as "file" or "patient"."""
         return noun_of(self.unit, self.unit_name)
 
     @property
     def document(self) -> str:
-        """The name of a document: "file" or "record"."""
+        """The noun for a document: "file" or "record"."""
         return "file" if self.unit in ("file", "folder") else "record"
 
     @property
     def units_in_memory(self) -> int | None:
-        """The largest number of units of a microbatch; None if documents are packed.
+        """The largest number of privacy units in a microbatch; None if documents are packed.
 
-        A unit of several documents takes examples_per_unit of physical_batch_size rows.
+        A unit with several documents occupies examples_per_unit of the physical_batch_size rows.
         """
         if self.pack:
             return None
@@ -312,7 +312,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How the ranks divide a job, see `dpflash train --help`. Results do not depend on it."""
+    """Options that divide a job among ranks, see `dpflash train --help`; results do not change."""
 
     context_parallel: int = 1
     context_mode: str = "auto"
@@ -332,7 +332,7 @@ class Parallelism:
         _validate.finite(**times)
 
     def check(self, config: TrainingConfig) -> None:
-        """Raise if the ranks cannot divide the job in this way (more ranks than tokens, say)."""
+        """Raise ValueError if the job cannot be divided, for example more ranks than tokens."""
         context = self.context_parallel
         if config.model is not None and self.shard_parameters:
             raise ValueError(
@@ -370,13 +370,14 @@ class TrainingState:
     config: dict[str, Any]
     data_digest: str
     noise_multiplier: float
-    coefficients: list[float]  # coefficients of the noise, one for each band
+    coefficients: list[float]  # coefficients of the banded noise, one for each band
     init_seed: int
     window_key: bytes
     bits_before: float | None = None
     bits_after: float | None = None
     bits_nonprivate: float | None = None
-    accuracies: dict[str, float] = field(default_factory=dict)  # a classifier's; keys as bits_...
+    # accuracies of a classifier, with the keys "before", "after" and "nonprivate"
+    accuracies: dict[str, float] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     baseline_losses: list[float] = field(default_factory=list)
     baseline: dict[str, Any] | None = None
@@ -396,14 +397,13 @@ class Corpus:
     """The training documents and the held-out documents of a job."""
 
     train: ByteDocuments
-    # documents for evaluation, never trained on; epsilon does not cover them
-    held_out: ByteDocuments
+    held_out: ByteDocuments  # for evaluation, never trained on; epsilon does not cover them
     left_out: str  # `ByteDocuments.left_out` of the training data
     digest: str  # digest of all names and contents, compared when the job is resumed
 
     @classmethod
     def read(cls, config: TrainingConfig) -> Corpus:
-        """Read the corpus; raise if it has fewer units for training than a batch."""
+        """Read the corpus; raise if it has fewer training units than config.batch_size."""
         assert config.data is not None and config.eval_fraction is not None
         if config.unit in ("file", "folder") and Path(config.data).is_file():
             raise ValueError(
@@ -415,12 +415,12 @@ class Corpus:
         train, held_out = documents.split(config.eval_fraction)
         if config.eval_data is not None:
             held_out = _read(config.eval_data, config, None)
-            # Not the reverse: the documents left for evaluation would depend on the training data.
+            # Removing shared documents from held_out would make it depend on the training data.
             train = train.without(held_out)
             if not train:
                 raise ValueError(
                     f"eval_data={config.eval_data!r}: all documents to train on are in it; pass "
-                    "other documents, or leave eval_data out to hold out some"
+                    "other documents, or drop eval_data to hold out some of the training data"
                 )
         if config.dataset_size is None and config.batch_size > train.num_units:
             raise PrivateRefusal(
@@ -454,13 +454,13 @@ def _read(path: str, config: TrainingConfig, suffixes: Collection[str] | None) -
 def noise_for(
     config: TrainingConfig, num_units: int, state_memory: tuple[int, int] | None = None
 ) -> tuple[float, Banded]:
-    """Return the noise multiplier of a job and its banded noise.
+    """Return (noise multiplier, banded noise) of a job; independent noise has one band.
 
     Args:
         config: the job's configuration, with noise_multiplier or target_epsilon.
-        num_units: used only if dataset_size is None.
-        state_memory: for bands="auto": the number of trained parameters, and the bytes that the
-            noise's states may take.
+        num_units: the number of privacy units; used only if config.dataset_size is None.
+        state_memory: (number of trained parameters, largest size of the noise's state in bytes);
+            used only if config.bands is "auto".
     """
     size, noun = config.dataset_size or num_units, config.noun
     problem = _validate.large_delta(config.delta, size, noun)

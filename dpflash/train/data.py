@@ -31,7 +31,7 @@ UNITS = ("file", "record", "folder")
 _FIELD = "field:"
 HELD_OUT = 0.1  # default fraction of held-out documents
 
-# A document's bytes, or `[1 + targets]` token ids, whose first is never a target.
+# A document's bytes, or its token ids `[1 + targets]`; the first id is never a target.
 Tokens = bytes | np.ndarray
 
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
@@ -48,12 +48,12 @@ def check_unit(unit: str) -> None:
 
 
 def has_several_documents(unit: str) -> bool:
-    """Whether a unit may have several documents."""
+    """Whether a unit of this kind may consist of several documents."""
     return unit == "folder" or unit.startswith(_FIELD)
 
 
 def noun_of(unit: str, name: str | None = None) -> str:
-    """Return the name of a unit: `name`, or else "file", or "patient" for "field:patient"."""
+    """Return the noun for a unit: `name`, else "file", or "patient" for "field:patient"."""
     return name or unit.removeprefix(_FIELD)
 
 
@@ -64,25 +64,25 @@ def default_data_dir() -> Path:
 
 @dataclass(frozen=True)
 class ByteDocuments(Sequence[bytes]):
-    """Documents, in the order of their paths, and the privacy unit of each.
+    """Documents in the order of their paths, and the privacy unit that each belongs to.
 
     Guarantees:
         If each document is a unit, no document occurs twice. Documents that differ in one byte
         (such as in a licence header) are different units, however similar they are. If units have
-        several documents, the documents of a unit do not depend on other units.
+        several documents, the documents kept for a unit do not depend on other units.
     """
 
     # path of each document relative to the folder, with forward slashes; a record's path ends in a
     # colon and the number of its line
     paths: tuple[str, ...]
     contents: tuple[bytes, ...]  # the bytes of each document, not empty, distinct within a unit
-    # numbers of files, records or folders left out: "binary" (with a NUL byte), "unreadable",
-    # "empty", "malformed" (a line of a JSONL file that is not an object), "duplicate" (the same
+    # reason -> number of files, records or folders left out: "binary" (with a NUL byte),
+    # "unreadable", "empty", "malformed" (a line of a JSONL file that is not an object), "duplicate" (the same
     # bytes as an earlier document, of the same unit if units have several documents), and
     # "without ..." or "with ..." for records whose text, unit or label is missing or unknown
     skipped: Mapping[str, int] = field(default_factory=dict)
     unit: str = "file"  # "file", "record", "folder" or "field:NAME"
-    # the unit of each document; None where each document is a unit
+    # the unit of each document; None if each document is a unit
     owners: tuple[str, ...] | None = None
 
     @classmethod
@@ -103,9 +103,9 @@ class ByteDocuments(Sequence[bytes]):
         then the label, a NUL byte and the text. Records with a label that is not in `labels` are
         left out. Hidden files and folders, `__pycache__`, `site-packages` and `dist-packages`
         are skipped, and links to folders are not followed.
-        With unit "file" or "folder" a document is a file (of a .jsonl file, the texts of its
-        records). With "record" or "field:NAME" a document is a line of a JSONL file, and only
-        .jsonl files are read, unless `suffixes` is passed. A file outside of folders is a unit.
+        With unit "file" or "folder", a document is a file; a .jsonl file is the texts of its
+        records. With "folder", a file directly in `path` is a unit. With "record" or "field:NAME",
+        a document is a line of a JSONL file; without `suffixes`, only .jsonl files are read.
         Raises PrivateRefusal if no document is usable, or the documents exceed max_total_bytes.
         """
         root = Path(path)
@@ -143,7 +143,7 @@ class ByteDocuments(Sequence[bytes]):
             kind = "JSONL" if _are_records(unit) else "text"
             raise PrivateRefusal(
                 f"{path}: no usable {unit} of {wanted}; pass a folder with {kind} files or other "
-                f"suffixes. Each line of a JSONL file is an object with a string in its field "
+                f"suffixes. Each line of a JSONL file must be an object with a string in field "
                 f"{field!r} (--field)"
                 + (f", one of the labels in {label_field!r} (--label-field)" * bool(labels))
                 + (f", and a string or a number in that of unit={unit!r}" if names_unit else ""),
@@ -167,22 +167,22 @@ class ByteDocuments(Sequence[bytes]):
         return len(self) if self.owners is None else len(set(self.owners))
 
     def documents_at_once(self, examples_per_unit: int | None) -> int:
-        """Return the number of documents of a step that samples every unit."""
+        """Return the number of documents in a step for which all units are sampled."""
         if self.owners is None or examples_per_unit is None:
             return len(self)
         return sum(min(count, examples_per_unit) for count in Counter(self.owners).values())
 
     @property
     def left_out(self) -> str:
-        """Numbers of files, records and folders left out, for each reason; empty after `split`."""
+        """The numbers in `skipped` as text, such as "3 binary, 2 empty"; empty after `split`."""
         return ", ".join(f"{number} {kind}" for kind, number in self.skipped.items() if number)
 
     def split(self, held_out: float = HELD_OUT) -> tuple["ByteDocuments", "ByteDocuments"]:
         """Return (train, held_out); `held_out` is the expected fraction of held-out units.
 
         Guarantees:
-            Whether a unit is held out depends only on a file's path, a record's text, or the name
-            of a unit of several documents: adding or removing another unit does not change it.
+            Whether a unit is held out depends only on the file's path, the record's text, or the
+            name of a unit with several documents. Other units do not change it.
         """
         parts: tuple[list[int], ...] = ([], [])
         for index in range(len(self)):
@@ -192,8 +192,8 @@ class ByteDocuments(Sequence[bytes]):
             noun = noun_of(self.unit)
             raise PrivateRefusal(
                 f"eval_fraction={held_out:g}: it held out no {noun} for evaluation, or left none "
-                "for training, as can happen with few units: each is held out with this "
-                "probability, by its name or text. Pass eval_fraction=0 to train without an "
+                "for training, which can happen with few units, as each unit is held out with "
+                "this probability, by its name or text. Pass eval_fraction=0 to train without an "
                 "evaluation, eval_data with other documents, or another eval_fraction",
                 training=train.num_units,
                 held_out=kept.num_units,
@@ -239,11 +239,11 @@ def _uniform(key: bytes) -> float:
 
 
 def _file_names(root: Path, suffixes: Collection[str] | None) -> tuple[list[str], int]:
-    """Return the files' sorted relative paths, and the number of folders that cannot be listed."""
+    """Return (sorted relative paths of the files, number of folders that cannot be listed)."""
     if not root.exists():
         raise FileNotFoundError(f"{root}: no such file or folder; check the path")
     if not root.is_dir():
-        raise ValueError(f"{root}: neither a file nor a folder; pass one of them")
+        raise ValueError(f"{root}: neither a file nor a folder; pass a file or a folder")
     unlisted: list[OSError] = []
     names = []
     for parent, folders, files in os.walk(root, onerror=unlisted.append):
@@ -257,7 +257,7 @@ def _file_names(root: Path, suffixes: Collection[str] | None) -> tuple[list[str]
 
 
 class _Reader:
-    """Reads files one by one and keeps each distinct content of a unit under its first path."""
+    """Reads files one by one; keeps equal documents of a unit once, under the first path."""
 
     def __init__(
         self,
@@ -293,7 +293,7 @@ class _Reader:
             with path.open("rb") as file:
                 content = file.read(_SNIFFED_BYTES)
                 if b"\0" not in content:
-                    # One byte above the limit suffices to detect a file that exceeds the limit.
+                    # One byte more than the limit shows that the file exceeds the limit.
                     content += file.read(self.max_total_bytes + 1)
         except OSError:
             self.skipped["unreadable"] += 1
@@ -375,8 +375,8 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
 
     A window's start is a pure function of (key, step, index), so a resumed run trains on the same
     windows as an uninterrupted run. DataLoader worker processes have copies that `set_step` does
-    not change; load in the main process (``num_workers=0``), or use `window`. Each document, see
-    `Tokens`, is one privacy unit. The key has 16 to 64 bytes.
+    not change; load in the main process (``num_workers=0``), or use `window`. Each document is
+    one privacy unit. The key must have 16 to 64 bytes.
 
     Guarantees:
         Item i comes from document i alone.
@@ -419,10 +419,10 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
         return self.window(index, self.step)
 
     def window(self, index: int, step: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets `[seq_len]`, int64, of a window of one document.
+        """Return (inputs, targets) `[seq_len]`, int64, of a window of one document.
 
-        The target of an input is the next token. Inputs of short documents are padded with
-        `padding`, targets with -100.
+        The target of an input token is the next token. If the document is shorter, inputs are
+        padded with `padding`, and targets with -100.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"index={index}: expected 0..{len(self) - 1}")
@@ -441,13 +441,13 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class LabelledTexts(TrainWindows):
-    """The first seq_len tokens of each text, and the number of its label.
+    """The first seq_len tokens of each text, and the index of its label.
 
-    A document is an array of the label's number and the text's tokens. Padding is negative.
+    A document is an array: the label's index, then the text's token ids. `padding` is negative.
     """
 
     def window(self, index: int, step: int = 0) -> tuple[Tensor, Tensor]:
-        """Return inputs `[seq_len]` and the label's number `[]`, int64."""
+        """Return (inputs `[seq_len]`, index of the label `[]`), int64."""
         label, *_ = found = _tokens(self.documents[index], 0, self.seq_len + 1)
         inputs = torch.full((self.seq_len,), self.padding)
         inputs[: len(found) - 1] = found[1:]
@@ -455,7 +455,7 @@ class LabelledTexts(TrainWindows):
 
 
 def num_targets(document: Tokens) -> int:
-    """Return the number of tokens of a document that a model predicts."""
+    """Return the number of a document's tokens that are targets, which a model predicts."""
     return len(document) if isinstance(document, bytes) else max(0, len(document) - 1)
 
 
@@ -467,10 +467,10 @@ def held_out_batches(
     batch_size: int = 8,
     padding: int = DOCUMENT_START,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield inputs and targets `[windows, seq_len]` for evaluation, the same in every call.
+    """Yield (inputs, targets) `[windows, seq_len]` for evaluation, the same in every call.
 
     The first windows of all documents come first, then their second windows, and so on, so that a
-    small max_windows still covers many documents. None for all windows.
+    small max_windows still covers many documents. max_windows=None yields all windows.
     """
     _validate.positive_int(seq_len=seq_len, batch_size=batch_size)
     _validate.optional(_validate.positive_int, max_windows=max_windows)
@@ -488,7 +488,7 @@ def labelled_batches(
     batch_size: int = 8,
     padding: int = -1,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield inputs `[texts, seq_len]` and labels `[texts]` for evaluation."""
+    """Yield (inputs `[texts, seq_len]`, label indices `[texts]`) for evaluation."""
     texts = LabelledTexts(documents, seq_len, key=bytes(16), padding=padding)
     windows = (texts.window(index) for index in range(len(texts))[:max_windows])
     while batch := list(islice(windows, batch_size)):
@@ -517,7 +517,7 @@ def _window(document: Tokens, start: int, seq_len: int, padding: int) -> tuple[T
 
 
 def _tokens(document: Tokens, start: int, stop: int) -> Tensor:
-    """Return the tokens start..stop-1; for bytes these are `DOCUMENT_START`, then the bytes."""
+    """Return tokens start to stop - 1; token 0 of a document of bytes is `DOCUMENT_START`."""
     if not isinstance(document, bytes):
         return torch.from_numpy(document[start:stop].astype(np.int64))
     values = np.frombuffer(document[max(start - 1, 0) : stop - 1], dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Heartbeat: detects a rank that is stopped, hangs or is cut off while other ranks wait for it."""
+"""Heartbeat: detects a rank that stopped, hangs or lost its network while other ranks wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-_SECONDS = 1.0  # between two counts
+_SECONDS = 1.0  # interval between two counts
 _ENDED = "ended"  # written in place of a count by a rank that has finished or raised an error
 
 
@@ -25,7 +25,7 @@ class Heartbeat:
         rank: this rank.
         world_size: number of ranks.
         timeout: seconds without a new count after which the next rank counts as lost.
-        on_loss: called once, in a thread, with a message that says what was lost.
+        on_loss: called once, in a thread, with a message that names the lost rank or store.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The three kinds of models that `dpflash train` trains, with the same methods.
+"""The models that `dpflash train` trains: three classes with the same methods.
 
 Letters: B documents, T tokens, V vocabulary, C labels.
 """
@@ -46,7 +46,7 @@ from .pretrained import (
     start_token,
 )
 
-# The model to release in a job's folder: a file for a new model, a folder for a pretrained model.
+# Names in a job's folder: the file of a new model, and the folder of a pretrained model.
 WEIGHTS = "model.pt"
 PRETRAINED = "model"
 ARCHITECTURE = "config.json"
@@ -57,14 +57,14 @@ LanguageModel: TypeAlias = "ByteModel | PretrainedModel"
 
 
 def language_model(config: TrainingConfig) -> LanguageModel:
-    """Return the kind of model that a configuration describes."""
+    """Create the model class that fits a configuration."""
     if config.labels is not None:
         return TextClassifier(config)
     return ByteModel(config) if config.model is None else PretrainedModel(config)
 
 
 class ByteModel:
-    """Encodes documents as bytes, and builds, calls and writes a new `LongContextLM`."""
+    """Encodes documents as bytes; builds, calls and saves a new `LongContextLM`."""
 
     token = "byte"
     vocabulary = VOCAB_SIZE
@@ -82,7 +82,7 @@ class ByteModel:
         return contents
 
     def build(self) -> LongContextLM:
-        """Build the model before its first step, with random weights from torch's generator."""
+        """Build the untrained model, with random weights from torch's generator."""
         config = self._config
         assert config.embed_dim and config.layers and config.heads
         return LongContextLM(
@@ -110,14 +110,14 @@ class ByteModel:
         return logits
 
     def save(self, model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write what may be released: the weights and their architecture."""
+        """Write the files that may be published: the weights and their architecture."""
         assert isinstance(model, LongContextLM)
         write_architecture(model, folder)
         write_atomically(folder / WEIGHTS, lambda path: torch.save(weights, path))
 
 
 class PretrainedModel:
-    """Like `ByteModel`, for a causal model of transformers; trains it or LoRA adapters."""
+    """The methods of `ByteModel` for a causal model of transformers, or LoRA adapters on it."""
 
     token = "token"
     released = PRETRAINED
@@ -147,14 +147,14 @@ class PretrainedModel:
         self.padding = 0 if start is None else start
 
     def encode(self, contents: Sequence[bytes]) -> Sequence[Tokens]:
-        """See `encode_texts`."""
+        """Return the token ids of each text; see `encode_texts`."""
         return encode_texts(self._tokenizer, contents, self.vocabulary)
 
     def _load(self) -> nn.Module:
         return load_model(self._folder, head=self._head)
 
     def build(self) -> nn.Module:
-        """Return the model of the folder, with new adapters if config has lora_rank."""
+        """Return the folder's model in training mode, with new adapters for config.lora_rank."""
         model = self._initial if self._initial is not None else self._load()
         self._initial = None  # the next call loads another model
         rank = self._config.lora_rank
@@ -167,12 +167,12 @@ class PretrainedModel:
         return model.train()
 
     def losses(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """See `ByteModel`; if the model is context parallel, return this rank's part."""
+        """Return losses as `ByteModel.losses` does; if context parallel, this rank's part."""
         sample_losses = losses.cross_entropy(self.logits(model, inputs), targets)
         return _own_part(sample_losses, model, targets)
 
     def packed_losses(self, model: nn.Module, batch: PackedBatch) -> Tensor:
-        """See `losses`."""
+        """Return losses as in `ByteModel.packed_losses`; if context parallel, this rank's part."""
         outputs: Any = model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
         )
@@ -185,12 +185,12 @@ class PretrainedModel:
         return _own_part(document_losses, model, batch.targets, batch.units)
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """See `ByteModel`. Padding follows the tokens, so that no token attends to it."""
+        """Return logits `[B, T, V]`. Padding follows the tokens, so no token attends to it."""
         logits: Tensor = model(input_ids=inputs, use_cache=False).logits
         return logits
 
     def save(self, model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write the model or its adapters, and the tokenizer, as transformers reads them."""
+        """Write the model or its adapters, and the tokenizer, in the format of transformers."""
         target = folder / PRETRAINED
         target.mkdir(parents=True, exist_ok=True)
         card = target / CARD
@@ -207,9 +207,9 @@ class PretrainedModel:
 
 
 class TextClassifier(PretrainedModel):
-    """Like `PretrainedModel` for a classifier of texts with the labels `config.labels`.
+    """The methods of `PretrainedModel` for a text classifier with the classes `config.labels`.
 
-    `encode` returns documents for `LabelledTexts`.
+    `encode` returns documents as `LabelledTexts` expects them.
     """
 
     token = "text"
@@ -237,12 +237,12 @@ class TextClassifier(PretrainedModel):
         )
 
     def encode(self, contents: Sequence[bytes]) -> Sequence[Tokens]:
-        """See `encode_labelled`."""
+        """Return the label's index and the token ids of each text; see `encode_labelled`."""
         longest = min(self._config.seq_len, self.max_tokens or self._config.seq_len)
         return encode_labelled(self._tokenizer, contents, self.vocabulary, self._labels, longest)
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """Return logits `[B, C]` of inputs `[B, T]`, in which padding is negative."""
+        """Return logits `[B, C]` of inputs `[B, T]`, whose padding is negative."""
         return classified(model, inputs, self._pad)
 
     def save(self, model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
@@ -253,7 +253,7 @@ class TextClassifier(PretrainedModel):
 
 
 def classified(model: Any, inputs: Tensor, pad: int) -> Tensor:
-    """Return a classifier's logits `[B, C]` of inputs `[B, T]`, in which padding is negative."""
+    """Return a classifier's logits `[B, C]` of inputs `[B, T]`; negative ids are padding."""
     is_token = inputs >= 0
     outputs = model(input_ids=inputs.masked_fill(~is_token, pad), attention_mask=is_token.long())
     logits: Tensor = outputs.logits
@@ -263,7 +263,7 @@ def classified(model: Any, inputs: Tensor, pad: int) -> Tensor:
 def _own_part(
     sample_losses: Tensor, model: nn.Module, targets: Tensor, units: Units | None = None
 ) -> Tensor:
-    """Return this rank's part of losses `[B]`; all of them if not context parallel."""
+    """Return this rank's part of losses `[B]`; the whole losses if not context parallel."""
     parallel: ContextParallel | None = getattr(model, "context_parallel", None)
     if parallel is None:
         return sample_losses
@@ -271,7 +271,7 @@ def _own_part(
 
 
 def encode_texts(tokenizer: Any, contents: Sequence[bytes], vocabulary: int) -> list[Tokens]:
-    """Return the tokens of each text, with the tokenizer's start and end tokens, if it has any."""
+    """Return the token ids of each text, with start and end tokens if the tokenizer has them."""
     start, end = start_token(tokenizer), tokenizer.eos_token_id
     texts = [content.decode(errors="replace") for content in contents]
     # `verbose` would warn about texts that are too long for the model; windows cut them.
@@ -287,7 +287,7 @@ def encode_labelled(
     labels: Mapping[str, int],
     max_tokens: int | None,
 ) -> list[Tokens]:
-    """Return for each text the number of its label, followed by its first tokens."""
+    """Return an array for each text: the index of its label, then its first token ids."""
     found = [content.partition(b"\0") for content in contents]
     texts = [text.decode(errors="replace") for _, _, text in found]
     options = {"truncation": max_tokens is not None, "max_length": max_tokens}
@@ -303,8 +303,8 @@ def _as_arrays(tokenizer: Any, rows: Iterable[list[int]], vocabulary: int) -> li
         ids = np.array(row, dtype=np.int32)
         if len(ids) and ids.max() >= vocabulary:
             raise PrivateRefusal(
-                f"tokenizer={tokenizer.name_or_path!r}: it makes a token that the model, which "
-                f"knows {vocabulary}, does not; pass the folder of the model's own tokenizer",
+                f"tokenizer={tokenizer.name_or_path!r}: the tokenizer makes a token that the "
+                f"model, with {vocabulary} tokens, lacks; pass the folder of the model's own one",
                 token=int(ids.max()),
             ) from None
         documents.append(ids)
@@ -312,7 +312,7 @@ def _as_arrays(tokenizer: Any, rows: Iterable[list[int]], vocabulary: int) -> li
 
 
 def write_architecture(model: LongContextLM, folder: Path) -> None:
-    """Write config.json, which `dpflash.load` builds the model from."""
+    """Write config.json, from which `dpflash.load` builds the model."""
     content = {"format": FORMAT, "model": "LongContextLM", "tokens": "bytes"}
     text = json.dumps({**content, "architecture": model.architecture}, indent=2)
     folder.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ _OTHERS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """This process as a rank of its job. A context manager that destroys the process group."""
+    """The rank of this process in its job; on exit, a context destroys the process group."""
 
     parallel: Parallelism = Parallelism()  # how the ranks divide the job
     rank: int = 0  # global rank, from 0
@@ -53,8 +53,8 @@ class Launch:
         """Read the variables that torchrun sets; without them the job is a single process.
 
         Raises:
-            ValueError: variables are missing or wrong; or another launcher started several
-                processes, each of which would train alone.
+            ValueError: variables are missing or invalid, or another launcher started several
+                processes, each of which would train on its own.
         """
         if "WORLD_SIZE" not in environment:
             _refuse_other_launchers(environment)
@@ -94,7 +94,7 @@ class Launch:
         """
         self.parallel.check(config)
         if config.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device='cuda': torch finds no such device here; use 'cpu'")
+            raise ValueError("device='cuda': torch finds no CUDA device; pass device='cpu'")
         if self.world_size == 1:
             return Team(self.parallel)
         if config.device == "cuda":
@@ -138,7 +138,7 @@ class Launch:
 
 
 def describe_loss(error: BaseException) -> str | None:
-    """Return the message of an error caused by a lost rank; None for other errors."""
+    """Return a message if a lost rank caused the error, else None."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     if isinstance(error, RankError):
         return str(error)
@@ -151,7 +151,7 @@ def describe_loss(error: BaseException) -> str | None:
 
 
 def _mesh(launch: Launch, device: str, timeout: timedelta) -> DeviceMesh:
-    """The mesh of all ranks; ranks that share a window are neighbors."""
+    """Return the mesh `[data, context]` of all ranks; ranks that share a window are adjacent."""
     context = launch.parallel.context_parallel
     ranks = torch.arange(launch.world_size).view(-1, context)
     # init_device_mesh would create groups with torch's default timeout instead of the job's.
@@ -178,9 +178,9 @@ def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
 
 def _remedy(device: str, environment: Mapping[str, str] = os.environ) -> str:
     if environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        return "torchrun restarted the ranks while one that died was still known: restart again"
+        return "torchrun restarted while a rank that died was still registered: restart again"
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
-        return "start all of them by torchrun"
+        return "start all ranks by torchrun"
     # Several machines, on which a host's own name often resolves to 127.0.0.1.
     names = ["GLOO_SOCKET_IFNAME"] + ["NCCL_SOCKET_IFNAME"] * (device == "cuda")
     missing = " and ".join(name for name in names if name not in environment)

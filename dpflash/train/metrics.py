@@ -24,12 +24,12 @@ def append_metrics(
     """Append the figures of a step to the file in a job's folder.
 
     Each line is a JSON object. The guarantee covers ``step``, ``epsilon`` and ``delta``. Epsilon
-    is the upper end and includes lost steps; it is null without noise, and for some steps of slow
-    accountants. The guarantee does not cover the values under ``private``, which are computed from
-    the sampled documents: ``loss`` (bits per token or byte; null if no document was sampled) and
+    is the upper bound and includes lost steps; it is null without noise, and for some steps with
+    slow accountants. The guarantee does not cover the values under ``private``, computed from the
+    sampled documents: ``loss`` (bits per token or byte; null if no document was sampled) and
     ``tokens_per_second`` (without padding).
 
-    A resumed run appends lines. If steps were lost in a crash, the last line of a step counts.
+    A resumed run appends lines. If a crash lost steps, use the last line of each step.
     """
     public = {"step": step, "epsilon": finite(epsilon), "delta": delta}
     private = {"loss": finite(loss), "tokens_per_second": finite(tokens_per_second)}

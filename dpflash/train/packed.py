@@ -8,7 +8,7 @@ from ..packing import PackTo
 from .config import TrainingConfig
 from .data import TrainWindows
 
-# Mean tokens of a document; shorter documents leave part of a microbatch empty.
+# Assumed mean tokens per document; if documents are shorter, microbatches are partly empty.
 _TOKENS_OF_DOCUMENT = 64
 
 
@@ -24,7 +24,7 @@ class WholeDocuments(TrainWindows):
 
 
 def pack_of(config: TrainingConfig, row_len: int) -> PackTo | None:
-    """Return the PackTo for rows of `row_len` tokens; None if the job does not pack."""
+    """Return the packing into rows of `row_len` tokens; None if the job does not pack."""
     if not config.pack:
         return None
     rows = config.physical_batch_size

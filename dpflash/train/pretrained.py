@@ -1,4 +1,4 @@
-"""Models of transformers: read from and written to folders, never downloaded."""
+"""Loads models and tokenizers of transformers from folders, without any download."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import nn
 ADAPTER = "adapter_config.json"
 CONFIG = "config.json"
 _BASE = "base_model_name_or_path"
-_ANY = 10**9  # a tokenizer's limit of at least this many tokens means no limit
+_ANY = 10**9  # tokenizers with a larger max length than this number have no limit
 # The classes that load language models and classifiers of texts.
 CAUSAL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
-_HEADS = {"CAUSAL_LM": CAUSAL, "SEQ_CLS": CLASSIFIER}  # keys: PEFT's names of tasks
+_HEADS = {"CAUSAL_LM": CAUSAL, "SEQ_CLS": CLASSIFIER}  # by PEFT's task_type
 
 
 def require_transformers(folder: str | Path) -> Any:
@@ -33,7 +33,7 @@ def require_transformers(folder: str | Path) -> Any:
 
 
 def require_peft(cause: str) -> Any:
-    """Return the library peft; raise ValueError, which begins with `cause`, if not installed."""
+    """Return the library peft; if it is not installed, raise ValueError that names `cause`."""
     try:
         import peft
     except ImportError as error:
@@ -44,21 +44,21 @@ def require_peft(cause: str) -> Any:
 def load_model(
     folder: str | Path, *, head: str | None = None, merge: bool = False, **options: Any
 ) -> nn.Module:
-    """Load the model of a folder, in float32 and eval mode.
+    """Load the model in a folder, in float32 and in eval mode.
 
     Args:
-        folder: a folder that `save_pretrained` wrote, with a model or with LoRA adapters, whose
-            base model must still be in the folder that it had in their training.
-        head: the class of transformers that loads the model; None for `head_of(folder)`.
-        merge: whether to add adapters to the weights of the model.
-        options: arguments of `from_pretrained`.
+        folder: a folder that `save_pretrained` wrote, with a model or with LoRA adapters. The
+            base model of adapters must still be in the folder from which they were trained.
+        head: the name of the transformers class that loads the model; None for `head_of(folder)`.
+        merge: whether to add the adapters to the weights of their base model.
+        options: keyword arguments of `from_pretrained`.
     """
     folder = _require_folder(folder, "model")
     transformers = require_transformers(folder)
     head = head or head_of(folder)
     if (folder / ADAPTER).is_file():
         peft = require_peft(f"model={str(folder)!r} holds LoRA adapters")
-        if (folder / CONFIG).is_file():  # a classifier's config has its labels
+        if (folder / CONFIG).is_file():  # the config of a classifier holds its labels
             options = {"config": transformers.AutoConfig.from_pretrained(folder), **options}
         base = load_model(adapted_folder(folder), head=head, **options)
         with quiet_peft():
@@ -73,7 +73,7 @@ def load_model(
 
 
 def head_of(folder: Path) -> str:
-    """Return the class of transformers that loads a model: `CAUSAL`, `CLASSIFIER` or another."""
+    """Return the name of the transformers class that loads the model in a folder."""
     if (folder / ADAPTER).is_file():
         task = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("task_type")
         return _HEADS.get(task) or head_of(adapted_folder(folder))
@@ -107,13 +107,13 @@ def _require_causal(model: Any, folder: Path) -> None:
 
 
 def adapted_folder(folder: Path) -> Path:
-    """Return the folder of the adapters' base model; raise if it does not exist any more."""
+    """Return the folder of the adapters' base model; raise if the folder no longer exists."""
     peft = require_peft(f"model={str(folder)!r} holds LoRA adapters")
     base = Path(peft.PeftConfig.from_pretrained(folder).base_model_name_or_path)
     if not base.is_dir():
         raise ValueError(
             f"model={str(folder)!r}: the adapters belong to the model in {str(base)!r}, which is "
-            f"not there; restore that folder, or set {_BASE!r} in {folder / ADAPTER}"
+            f"missing; restore that folder, or set {_BASE!r} in {folder / ADAPTER}"
         )
     return base
 
@@ -132,7 +132,7 @@ def max_tokens_of(model: Any, tokenizer: Any) -> int | None:
 
 
 def start_token(tokenizer: Any) -> int | None:
-    """Return the token that texts start with; None if the tokenizer has no such token."""
+    """Return the id of the token that starts each text; None if the tokenizer has none."""
     for name in ("bos_token_id", "eos_token_id", "cls_token_id"):
         found: int | None = getattr(tokenizer, name, None)
         if found is not None:
@@ -142,7 +142,7 @@ def start_token(tokenizer: Any) -> int | None:
 
 @contextmanager
 def quiet(transformers: Any) -> Iterator[None]:
-    """Suppress transformers' progress bars and reports, so that only the command prints."""
+    """Suppress transformers' progress bars and reports, so that only `dpflash train` prints."""
     logging = transformers.utils.logging
     was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
@@ -157,7 +157,7 @@ def quiet(transformers: Any) -> Iterator[None]:
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Suppress the warning that peft reads an attribute which transformers will rename."""
+    """Suppress peft's FutureWarning about an attribute that transformers will rename."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

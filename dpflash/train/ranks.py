@@ -21,7 +21,7 @@ from .config import Parallelism
 
 
 class Team:
-    """This rank of a job and its communication with the others; the first one writes files."""
+    """This rank of a job, and its communication with other ranks. The first rank writes files."""
 
     def __init__(self, parallel: Parallelism, mesh: DeviceMesh | None = None) -> None:
         self.parallel = parallel
@@ -75,7 +75,7 @@ class Team:
         return ContextParallel.of(self.mesh).shard(batch)
 
     def own_documents(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the rows of x, which may be empty."""
+        """Return this rank's rows of x; there may be none."""
         return x[self.ranks.data_rank :: self.ranks.data_size]
 
     @property
@@ -117,7 +117,7 @@ class Team:
         """Return the model's state_dict with unsharded tensors; all ranks call this together."""
         state: dict[str, Tensor] = model.state_dict()
         named = dict(model.named_parameters(remove_duplicate=False))
-        # A parameter with two names is gathered and written once.
+        # A tied parameter, which has two names, is gathered and written once.
         whole: dict[int, Tensor] = {}
         for name, value in state.items():
             if is_sharded(value):

@@ -34,8 +34,8 @@ _NOT_COVERED = {
     "verified": "depends on how many documents were sampled together",
     "num_documents": "treated as public, with num_units, sample_rate and noise_multiplier, unless "
     "public.dataset_size_declared",
-    "window_len": "treated as public, as num_documents is: no longer than the longest document",
-    "accuracy": "as bits_per_byte",
+    "window_len": "treated as public, like num_documents; at most the longest document's length",
+    "accuracy": "measured on the held-out documents, which epsilon does not cover",
     "bits_per_byte_before": "measured on the held-out documents, which epsilon does not cover",
     "bits_per_byte_after": "measured on the held-out documents, which epsilon does not cover; it "
     "covers the training documents",
@@ -72,7 +72,7 @@ def _unit_in_words(config: TrainingConfig, unit: str) -> str:
 def make_report(job: TrainingRun, engine: PrivacyEngine) -> dict[str, Any]:
     """Return the report of a job as plain values; numbers that are not finite become None.
 
-    "ranks" describes how the ranks divide the job now, which a --resume may have changed.
+    "ranks" describes how the ranks divide the job now; before a --resume it may have differed.
     """
     config, state, token = job.config, job.state, job.token
     epsilon = engine.get_epsilon(config.delta, interval=True)
@@ -161,9 +161,9 @@ def _notes(job: TrainingRun) -> list[str]:
         notes.append("no noise: this run has no privacy")
     if job.pack is not None:
         notes.append(
-            f"packed into {counted(job.pack.rows, 'row')} of {job.window_len} tokens: of a "
-            f"{config.document} with more than {job.pack.tokens} tokens, each step trains on a "
-            "window of that many"
+            f"packed into {counted(job.pack.rows, 'row')} of {job.window_len} tokens: if a "
+            f"{config.document} has more than {job.pack.tokens} tokens, each step trains on a "
+            "window with this number of tokens"
         )
     if state.verified is not True:
         notes.append(_UNVERIFIED)
@@ -238,7 +238,7 @@ def _draw(figure: Any, report: dict[str, Any]) -> None:
 
 def noun_in(report: Mapping[str, Any]) -> str:
     """Return the name of a privacy unit in a report."""
-    own: str | None = report.get("unit_name")  # reports of earlier versions have none
+    own: str | None = report.get("unit_name")  # missing in reports of earlier versions
     return own or noun_of(report["config"]["unit"], report["config"].get("unit_name"))
 
 
@@ -263,7 +263,7 @@ def num_trained(model: torch.nn.Module) -> int:
 
 
 def peak_memory_mb(device: str) -> float:
-    """Return the peak memory so far in MiB, of the GPU or of this process (NaN on Windows)."""
+    """Return the peak memory so far in MiB: of the GPU, or of this process (NaN on Windows)."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated() / 2**20
     try:

@@ -1,4 +1,4 @@
-"""Runs a training job, which can be resumed: a private language model on documents.
+"""Trains a private language model on documents, in a job that can be resumed.
 
 The engine handles privacy; this file adds evaluations, checkpoints, metrics and a non-private run
 for comparison. If a job has several ranks, every rank makes the same calls.
@@ -45,17 +45,17 @@ from .packed import WholeDocuments, pack_of
 from .ranks import Team
 from .report import make_report, num_trained, peak_memory_mb, write_report
 
-# A single process writes a file, several ranks a folder. They have different names, so that the
-# new checkpoint is complete on disk before the one that it replaces is removed.
+# A single process writes its checkpoint to a file, several ranks to a folder. The names differ, so
+# that the new checkpoint is complete on disk before the old checkpoint is removed.
 CHECKPOINT = "checkpoint.pt"
 CHECKPOINT_FOLDER = "checkpoint"
 _REPLACED = ".replaced"
 LEDGER = "ledger.jsonl"
 
-# 0.95 instead of 0.999, so that the second moment adapts within a short run.
+# Adam's beta2 is 0.95 instead of 0.999, so that the second moment adapts within a short run.
 _BETAS = (0.9, 0.95)
 _MAX_EPSILON_POINTS = 200
-# Accountants that compute epsilon within milliseconds, so that metrics contain it at each step.
+# Accountants fast enough (milliseconds) to write epsilon to the metrics at each step.
 _FAST_ACCOUNTANTS = ("contour", "rdp")
 _EVALUATION_BATCH = 8
 
@@ -65,14 +65,14 @@ class Interrupted(Exception):
 
 
 class TrainingRun:
-    """One job in one folder. Create it with `start` or `resume`, then call `run`.
+    """A training job in a folder. Create it with `start` or `resume`, then call `run`.
 
     Attributes:
-        lost_steps: number of releases of a process that died before its next checkpoint; epsilon
-            counts them, but they are not in the model.
-        ledger: the file that counts the releases; other runs may share it.
-        left_out: the numbers of data files left out, for each reason.
-        shortened: why windows have fewer tokens than seq_len.
+        lost_steps: number of noisy steps of a process that died before its next checkpoint;
+            epsilon counts these steps, but the model does not contain them.
+        ledger: the file that records the noisy steps; other runs may write to the same file.
+        left_out: text with the number of data files left out for each reason.
+        shortened: text with the reason why windows have fewer tokens than seq_len.
         total_steps: the planned number of noisy steps.
     """
 
@@ -167,7 +167,7 @@ class TrainingRun:
     ) -> TrainingRun:
         """Create a new job in a folder that all ranks share. Nothing is written before `run`.
 
-        `launch` describes this process as a rank of the job; None for a single process.
+        `launch` is this process's rank in the job; None for a single process.
         """
         folder = Path(folder)
         launch = launch or Launch()
@@ -213,10 +213,10 @@ class TrainingRun:
         given: Mapping[str, Any] | None = None,
         launch: Launch | None = None,
     ) -> TrainingRun:
-        """Continue a folder's job from its last checkpoint, with any number of ranks.
+        """Continue the job in a folder from its last checkpoint, with any number of ranks.
 
-        The values `given` for the config must equal the job's; only `data`, `eval_data` and
-        `ledger` may differ, because files may have moved.
+        The fields in `given` must equal those of the job's configuration; only `data`, `eval_data`
+        and `ledger` may differ, because files may have moved.
         """
         folder = Path(folder)
         launch = launch or Launch()
@@ -231,7 +231,7 @@ class TrainingRun:
         names = {f.name for f in fields(TrainingState)}
         if saved.keys() != names:
             raise ValueError(
-                f"resume={str(folder)!r}: the checkpoint is not that of a training job; pass the "
+                f"resume={str(folder)!r}: the checkpoint is not one of a training job; pass the "
                 "folder of a `dpflash train` run"
             )
         before = saved["config"]
@@ -246,8 +246,8 @@ class TrainingRun:
         corpus = Corpus.read(config)
         if corpus.digest != saved["data_digest"]:
             raise ValueError(
-                f"data={config.data!r}: the documents differ from those the run started with, "
-                "so epsilon would hold for neither; restore them, or start a new run"
+                f"data={config.data!r}: the documents differ from those the run started with, so "
+                "epsilon would hold for neither set; restore them, or start a new run"
             )
         team = launch.connect(config)
         team.ranks.agree("dpflash train", {"the checkpoint to resume": path.name})
@@ -262,10 +262,10 @@ class TrainingRun:
         return job
 
     def _fitting_length(self, documents: Sequence[Tokens]) -> int:
-        """The length of windows: at most seq_len, the model's positions and the longest document.
+        """Return the tokens per window: at most seq_len, the model's limit, the longest document.
 
         With a declared dataset_size the documents' lengths are private, so the windows' length
-        does not depend on them.
+        does not depend on the documents.
         """
         config = self.config
         self.shortened = "the model takes no more"
@@ -280,7 +280,7 @@ class TrainingRun:
             warn(
                 f"seq_len={config.seq_len}: each {config.document} is shorter, so that part of "
                 "every window is padding, which costs time; lower seq_len if the length of the "
-                "longest may be public",
+                "longest document may be public",
                 PrivateWarning,
             )
         return fitting
@@ -292,12 +292,12 @@ class TrainingRun:
 
     @property
     def optimization(self) -> Optimization:
-        """The changes that config.optimize makes."""
+        """The changes that the optimization level makes; as text, one sentence for each change."""
         return self._engine.optimization
 
     @property
     def epsilon(self) -> float:
-        """Epsilon of all releases in the ledger so far, including lost steps."""
+        """Epsilon of all noisy steps in the ledger so far, including lost steps."""
         return self._engine.get_epsilon(self.config.delta)
 
     @property
@@ -312,12 +312,12 @@ class TrainingRun:
             return
         raise ValueError(
             f"max_epsilon={config.max_epsilon!r}: of the run's {self.total_steps} steps it allows "
-            f"{left}, since ledger={config.ledger!r} already has epsilon "
+            f"only {left}, since ledger={config.ledger!r} already has epsilon "
             f"{rounded_up(self.epsilon)}; lower target_epsilon or steps, or raise noise_multiplier"
         )
 
     def epsilon_alone(self) -> float:
-        """Return epsilon of this run's releases alone, without other runs of the ledger."""
+        """Return the epsilon of this run's steps alone, without other runs of the ledger."""
 
         def read() -> bytes:
             ledger = Ledger(self.ledger)
@@ -339,7 +339,7 @@ class TrainingRun:
     ) -> dict[str, Any]:
         """Run the rest of the job, and return the report, as in report.json.
 
-        `should_stop` is called after each step; if it returns True on one rank, all ranks stop and
+        `should_stop` is called after each step; if it returns True on any rank, all ranks stop and
         raise `Interrupted`. Raises RankError if another rank is lost.
 
         Guarantees:
@@ -417,9 +417,9 @@ class TrainingRun:
         return self._lm.losses(model, inputs, targets), targets
 
     def _physical_batch(self, batch: Any, figures: _Figures) -> None:
-        """Run forward, clipped backward and optimizer for one microbatch; update the figures.
+        """Run forward, clipped backward and optimizer for one microbatch, and add its figures.
 
-        Rows without a sampled document are not counted.
+        Rows that hold no sampled document are not counted.
         """
         real = self._loader.is_real
         sample_losses, targets = self._losses(self.model, batch)
@@ -495,7 +495,7 @@ class TrainingRun:
         config = self.config
         # Seeded by the step, so that a resumed run samples the same documents.
         rng = np.random.default_rng([self.state.init_seed, step])
-        # As many documents as private steps have on average.
+        # Use the mean number of documents of a private step.
         share = config.batch_size / self.num_units
         size = min(round(share * self._documents_at_once), len(self._windows))
         rows = rng.choice(len(self._windows), size, replace=False)
@@ -511,7 +511,7 @@ class TrainingRun:
         return self._team.total([bits], "the loss of the non-private run")[0]
 
     def _plain_batches(self, drawn: list[int], step: int) -> Iterator[Any]:
-        """Yield the documents of a step of the non-private run in batches like private ones."""
+        """Yield microbatches of a non-private step, with the same sizes as in private steps."""
         if self.pack is not None:
             documents = [self._windows.tokens(index, step) for index in drawn]
             for numbers in self.pack.microbatches([len(tokens) for tokens in documents]):
@@ -538,8 +538,8 @@ class TrainingRun:
             ):
                 inputs = self._own_tokens(team.own_documents(inputs))
                 targets = self._own_tokens(team.own_documents(targets))
-                # A rank without documents calls the model only if it may have a shard of it, since
-                # models of transformers do not accept an empty batch.
+                # A rank without documents must call the model if parameters are sharded; otherwise
+                # it must not, since models of transformers do not accept an empty batch.
                 if not len(inputs) and not team.parallel.shard_parameters:
                     continue
                 logits = self._lm.logits(model, inputs)
@@ -628,10 +628,10 @@ def holds_a_run(folder: str | os.PathLike[str]) -> bool:
 
 
 def checkpoint_of(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the checkpoint in a job's folder, a file or a folder; None if there is none.
+    """Return the path of the checkpoint in a job's folder; None if the folder has no checkpoint.
 
-    If a process died after it wrote one and before it removed the other, both exist; then return
-    the checkpoint with more steps.
+    If a process died after writing a checkpoint and before removing the other, both exist; the
+    checkpoint with more steps is returned.
     """
     path, several = Path(folder) / CHECKPOINT, Path(folder) / CHECKPOINT_FOLDER
     found = [
@@ -643,12 +643,12 @@ def checkpoint_of(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _remove_others(folder: Path, kept: str) -> None:
-    """Remove the replaced checkpoint, and leftovers of an earlier, interrupted removal."""
+    """Remove the checkpoint that is not `kept`, and leftovers of an interrupted removal."""
     for name in (CHECKPOINT, CHECKPOINT_FOLDER):
         replaced = folder / (name + _REPLACED)
         _delete(replaced)
         if name != kept and (folder / name).exists():
-            # Rename first: a folder that is removed in part must not look like a checkpoint.
+            # Rename first, since a partly removed folder must not look like a checkpoint.
             os.replace(folder / name, replaced)
             _delete(replaced)
 

@@ -258,7 +258,7 @@ def test_tokens_of_a_text_stand_between_start_and_end(llama):
     tokenizer.bos_token = tokenizer.eos_token = None
     (ids,) = encode_texts(tokenizer, [b"ab"], 300)
     assert len(ids) == 2
-    with pytest.raises(dpflash.PrivateRefusal, match="the model, which knows 8, does not; pass"):
+    with pytest.raises(dpflash.PrivateRefusal, match="the model, with 8 tokens, lacks; pass"):
         encode_texts(tokenizer, [b"ab"], 8)
 
 

@@ -864,7 +864,7 @@ def test_a_subclass_that_draws_batches_is_refused_and_one_that_makes_its_optimiz
     tmp_path,
 ):
     with pytest.raises(
-        ValueError, match="OwnLoader.get_train_dataloader .* how batches are drawn"
+        ValueError, match="OwnLoader.get_train_dataloader .* samples the batches itself"
     ):
         trainer(tmp_path, kind=OwnLoader).train()
     with pytest.raises(ValueError, match="OwnSampler._get_train_sampler: .* data_collator="):
