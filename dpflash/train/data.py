@@ -77,9 +77,10 @@ class ByteDocuments(Sequence[bytes]):
     paths: tuple[str, ...]
     contents: tuple[bytes, ...]  # the bytes of each document, not empty, distinct within a unit
     # reason -> number of files, records or folders left out: "binary" (with a NUL byte),
-    # "unreadable", "empty", "malformed" (a line of a JSONL file that is not an object), "duplicate" (the same
-    # bytes as an earlier document, of the same unit if units have several documents), and
-    # "without ..." or "with ..." for records whose text, unit or label is missing or unknown
+    # "unreadable", "empty", "malformed" (a line of a JSONL file that is not an object),
+    # "duplicate" (the same bytes as an earlier document, of the same unit if units have several
+    # documents), and "without ..." or "with ..." if a record's text, unit or label is missing or
+    # unknown
     skipped: Mapping[str, int] = field(default_factory=dict)
     unit: str = "file"  # "file", "record", "folder" or "field:NAME"
     # the unit of each document; None if each document is a unit
