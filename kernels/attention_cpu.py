@@ -150,7 +150,7 @@ def _aligned(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class _RunGrads:
-    """Gradients of the log multiplicities of runs, added per head for the runs of its variant."""
+    """Sums the gradients of the log multiplicities, for each head over the runs of its variant."""
 
     def __init__(self, graph: TileGraph, heads: torch.Size) -> None:
         side = graph.rows

@@ -134,7 +134,7 @@ def clip_reduce_all(
 
 
 def _are_fused(noise: Sequence[NoiseStream], factors: Tensor) -> bool:
-    """Return whether the kernel can add the noise of all streams, that is, of one release."""
+    """Return whether one call of the kernel can add the noise of all these streams."""
     first = noise[0]
     fit = first.std > 0 and noise_cpu.serves(factors, first)
     return fit and all(stream.release == first.release for stream in noise)

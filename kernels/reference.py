@@ -136,10 +136,10 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
     """Compute an upper bound of the squared L2 norm of each sample's gradient.
 
     Args:
-        grads: [B, ...], B samples of P elements, fp16, bf16, fp32 or fp64. The results of several
-            parameters are added, rounded to nearest. On a GPU the order of additions depends on
-            their dtypes and alignment.
-        into: [B], contiguous, fp64: the tensor to add the result to, in place, and to return.
+        grads: [B, ...], B samples of P elements, fp16, bf16, fp32 or fp64. On a GPU the order of
+            additions depends on the dtype and the alignment.
+        into: [B], contiguous, fp64: the tensor to add the result to, in place, and to return, for
+            the norm over several parameters. This addition rounds to nearest.
 
     Returns:
         [B], fp64: never below the squared norm in real arithmetic, and above it by at most a

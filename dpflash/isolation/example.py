@@ -119,7 +119,10 @@ class ExampleTrial:
 
 
 def _difference(before: Recording, now: Recording, kept: Tensor) -> str | None:
-    """Return a message about the first difference in the samples `kept` `[U]`, or None."""
+    """Compare two runs in the samples that are the same in both; return an error message or None.
+
+    kept: `[U]`, bool: the samples that are the same.
+    """
     if not (before.had_backward and now.had_backward) or len(before.calls) != len(now.calls):
         return _CALLS
     for first, second in zip(before.calls, now.calls, strict=True):

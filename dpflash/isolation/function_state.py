@@ -143,7 +143,7 @@ class FunctionState:
             self._restores.append(restore)
 
     def _hold_array(self, value: Any) -> None:
-        """Save the numbers of a writable tensor or array, up to `_MOST_NUMBERS` in all."""
+        """Save a writable tensor or array, unless all saved numbers exceed `_MOST_NUMBERS` then."""
         if isinstance(value, Tensor):
             can_be_set = value.is_cpu and value.layout == torch.strided and value.is_leaf
             can_be_set = can_be_set and not value.is_inference() and not value.is_shared()
