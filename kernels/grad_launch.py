@@ -468,7 +468,8 @@ def _launch_reduce(
 ) -> None:
     """Write sum_i c_i G_i to outs, for contiguous grads of one kind and one factor per sample.
 
-    The sum is in fp32. With a grid it is exact: in fp64, or rounded to fp32 after adding noise.
+    Without a grid the sum is computed in fp32. With a grid it is exact; outs are fp64, or fp32 if
+    noise is added, and then the noisy sum is rounded.
     """
     noise = [stream for stream in streams if stream is not None]
     found = open_list(outs, noise) if noise else None

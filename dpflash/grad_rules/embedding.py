@@ -171,7 +171,13 @@ class PrivateEmbedding(PrivateModule):
         return context.as_given(y, given)
 
     def _one_dimensional(self, indices: Tensor) -> Tensor:
-        """Return positions [T] as [1, T]; if T = B, only an earlier length tells them from [B]."""
+        """Return positions [T] as [1, T], and one index per sample, [B], unchanged.
+
+        If T = B, indices are positions if an earlier call had positions with T != B.
+
+        Raises:
+            PrivateRefusal: T = B, and no earlier call had positions.
+        """
         context = self._dpflash
         length = indices.shape[0]
         known = context.backward.forward.known_batch_size()

@@ -96,9 +96,10 @@ class ForwardRows:
             self._least.append(sizes.argmin())
 
     def telling(self, samples: list[int]) -> list[int]:
-        """Return the samples that most often had the batch's greatest entry, or smallest maximum.
+        """Return the samples on which a maximum or minimum over the batch most likely depends.
 
-        The first and the last sample are among them, since code may use these for all samples.
+        These most often held the greatest entry of a tensor, or had the smallest maximum of all
+        samples. The first and the last sample are added, since code may use them for all samples.
         """
         kinds = (self._greatest, self._least)
         found = [Counter(map(int, kind)).most_common(len(samples) // 8) for kind in kinds]

@@ -398,10 +398,9 @@ class FittingCollate:
                 ) from None
             if pad and form and (targets := pad.without_value(form.entry)):
                 raise PrivateRefusal(
-                    "collate_fn=PadTo(...): would pad the targets of entries, field "
-                    f"{targets[0]!r}, with 0, which is a class; pass PadTo(..., "
-                    f"{{{targets[0]!r}: -100}}) with the index that the loss ignores, or with 0 "
-                    "if they are not targets of tokens"
+                    f"collate_fn=PadTo(...): would pad the targets in field {targets[0]!r} with "
+                    "0, which is a class. Pass the index that the loss ignores, such as "
+                    f"PadTo(..., {{{targets[0]!r}: -100}}), or 0 if these are not targets of tokens"
                 ) from None
             self._form, self._is_looked_up = form, True
         return self._form

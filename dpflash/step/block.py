@@ -89,9 +89,9 @@ class Block:
         changed = zip(names, (bound, noise_multiplier), self._numbers, strict=True)
         name, now, before = next(x for x in changed if x[1] != x[2])
         raise ValueError(
-            f"{name}={now!r}, and {before!r} in the release before: banded noise is correlated "
-            f"over releases with equal {name}, so nothing was released; set it back, or pass "
-            "make_private(noise_mechanism=None) for a schedule"
+            f"{name}={now!r}, and {before!r} in the release before: banded noise needs the same "
+            f"{name} in all releases, so nothing was released. Set it back, or to change it in "
+            "training pass make_private(noise_mechanism=None)"
         )
 
     def begin(self, bound: float, noise_multiplier: float) -> int:
