@@ -436,8 +436,8 @@ class Accountant(ABC):
         """Replace the history by a saved one.
 
         Args:
-            state_dict: a state that `state_dict` returned, of this class or of Opacus' accountant for
-                the same mechanism.
+            state_dict: a state that `state_dict` of this class returned, or `state_dict` of
+                Opacus' accountant for the same mechanism.
 
         Raises:
             ValueError: the state is empty, lacks a key, names another mechanism, has a malformed

@@ -400,7 +400,7 @@ class FittingCollate:
                 raise PrivateRefusal(
                     f"collate_fn=PadTo(...): would pad the targets in field {targets[0]!r} with "
                     "0, which is a class. Pass the index that the loss ignores, such as "
-                    f"PadTo(..., {{{targets[0]!r}: -100}}), or 0 if these are not targets of tokens"
+                    f"PadTo(..., {{{targets[0]!r}: -100}}), or 0 if they are not targets of tokens"
                 ) from None
             self._form, self._is_looked_up = form, True
         return self._form
