@@ -1014,7 +1014,7 @@ def test_only_the_check_can_switch_a_boundarys_noise_off():
     }
     assert users == {"attn/boundary.py", "check/run.py"}
     assert not hasattr(dpflash, "without_noise")
-    assert "removes the release's privacy" in boundary.without_noise.__doc__
+    assert "without noise are not private" in boundary.without_noise.__doc__
 
 
 def test_a_loss_that_changes_its_batch_in_place_changes_no_comparison():

@@ -106,7 +106,7 @@ def test_a_ledger_that_was_written_anew_is_found_by_a_kept_head_or_a_signature(
     rewritten(path, REWRITTEN[kind])
     capsys.readouterr()
     assert verify(path) == 1
-    assert "signature 1 is of 6 lines" in capsys.readouterr().out
+    assert "signature 1 is for 6 lines" in capsys.readouterr().out
     path.with_name(f"{path.name}.signatures").unlink()
     assert verify(path) == 0, "nothing that was kept is left to compare with"
     assert "whoever can write the file" in capsys.readouterr().out
@@ -383,7 +383,7 @@ def test_a_signature_and_a_head_of_no_line_prove_nothing(path, key, tmp_path, ca
     signed = {**vars(one), "key": signer.public_key().public_bytes_raw().hex()}
     signed["signature"] = signer.sign(Signature(**signed).statement).hex()
     signatures_path(path).write_text(json.dumps(signed) + "\n")
-    assert verify(path) == 1 and "is of 0 lines" in capsys.readouterr().out
+    assert verify(path) == 1 and "is for 0 lines" in capsys.readouterr().out
 
 
 def test_a_name_can_be_corrected_again_by_the_same_object(path):
