@@ -253,7 +253,7 @@ def _others(lines: list[LedgerLine]) -> list[str]:
         for c in corrections_of(lines)
     ]
     found += [
-        f"Line {number}: run {line.run[:12]} {line.note}."
+        f"Line {number}: run {line.run[:12]} {line.note}. Do not publish this page or the ledger."
         for number, line in enumerate(lines, start=1)
         if line.note in (REFUSED, LOST)
     ]

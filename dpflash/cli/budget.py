@@ -10,8 +10,8 @@ from typing import Any
 from dpflash._validate import large_delta, probability
 from dpflash.accounting import Accountant, create_accountant
 from dpflash.privacy.budget import PrivacyBudget
-from dpflash.privacy.ledger import LOST, REFUSED, LedgerLine
-from dpflash.privacy.ledger_runs import cell, label, opened, runs_of, together
+from dpflash.privacy.ledger import LedgerLine
+from dpflash.privacy.ledger_runs import cell, label, opened, refusals_of, runs_of, together
 from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, Spending
 
 from ._figures import Curve, Tradeoff, check_plot, draw, save, tradeoff_of
@@ -101,7 +101,7 @@ def _report(
         "epsilon_lower": epsilon.lower,
         "delta": delta,
         "steps": sum(line.steps for line in lines),
-        "private_refusals": sum(line.note in (REFUSED, LOST) for line in lines),
+        "private_refusals": refusals_of(lines),
         "runs": runs,
         "accountant": spending.accountant.mechanism(),
         "neighboring_relation": spending.relation,

@@ -18,7 +18,7 @@ from dpflash.privacy.ledger_proof import (
     signatures_path,
     verify,
 )
-from dpflash.privacy.ledger_runs import corrections_of, without_record
+from dpflash.privacy.ledger_runs import corrections_of, refusals_of, without_record
 from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, Spending
 
 from ._parser import Names, add_options
@@ -32,7 +32,8 @@ _KEPT = {
 }
 _UNPROVEN = (
     "Save the head elsewhere: whoever can write the file can cut lines from its end or rewrite "
-    "the whole file, and only verify with --head or --public-key detects that."
+    "the whole file. Only verify --head with the head that you saved last detects both. "
+    "--public-key detects them up to the newest signature that is still there."
 )
 
 
@@ -122,8 +123,9 @@ def _run_verify(args: argparse.Namespace) -> int:
         "signatures": [vars(one) for one in proof.signatures],
         "lines_without_record": without_record(lines),
         "without_guard": proof.is_alone,
+        "private_refusals": refusals_of(lines),
     }
-    print(as_json(report) if args.json else _as_text(report))
+    print(as_json(report) if args.json else _as_text(report, args.file))
     if head is None and key is None and not args.json:
         print(f"\n{_UNPROVEN}")
     return 0
@@ -145,7 +147,7 @@ def _verified(file: str, head: str | None, key: str | None) -> Proof:
     return proof
 
 
-def _as_text(report: dict[str, Any]) -> str:
+def _as_text(report: dict[str, Any], file: str) -> str:
     kept, without = report["lines_of_kept_head"], report["lines_without_record"]
     rows = [("privacy unit", report["privacy_unit"] or "none")]
     rows += [
@@ -159,8 +161,14 @@ def _as_text(report: dict[str, Any]) -> str:
         ("signed", f"the first {counted(s['lines'], 'line')}, {s['day']}, key {s['key']}")
         for s in report["signatures"]
     ]
+    signed = max((s["lines"] for s in report["signatures"]), default=0)
+    if 0 < signed < report["lines"]:
+        rows.append(("not signed", f"the last {counted(report['lines'] - signed, 'line')}"))
+    if report["private_refusals"]:
+        count = counted(report["private_refusals"], "run")
+        rows.append(("private refusals", f"{count}; do not publish the ledger or its report"))
     if report["without_guard"]:
-        text = "whether later lines were cut, since FILE.guard is missing"
+        text = f"whether later lines were cut, since {file}.guard is missing"
         rows.append(("not checked", text))
     if without:
         text = f"the day, code, data or bound of the run in lines {', '.join(without)}"

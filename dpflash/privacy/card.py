@@ -15,7 +15,7 @@ import torch
 
 from .._json import finite
 from .ledger import Ledger
-from .ledger_runs import epsilon_by_run
+from .ledger_runs import OWN_RUN, epsilon_by_run
 from .source import library_version
 from .spending import Spending, rounded_up
 
@@ -33,11 +33,12 @@ _NOT_COVERED = (
     "vocabularies and longest lengths.",
     "Training losses, speeds and the run's other files, such as its metrics, checkpoint and, of "
     "`dpflash train`, its report.",
-    "Other runs on the same data, as in a search of settings, whose epsilon adds to the one above "
+    "Runs on the same data that are not listed above, whose epsilon adds to the one above "
     "(dpflash budget prints the sum), and the choice of this run or checkpoint among several.",
     "Data that the model was evaluated on; it did not train the model.",
     "The earlier training data of a pretrained base model, except in the runs listed above.",
-    "People with several {unit}s: the guarantee is for one {unit}, and weaker for these people.",
+    "People with records in several {unit}s, or in those of other people: the guarantee is for "
+    "one {unit}, and weaker for these people.",
 )
 SEEDED = (
     "Whoever knows the seed of a seeded run can subtract its noise: for them, neither its row nor "
@@ -68,6 +69,7 @@ def privacy_section(
         "| | |",
         "|---|---|",
         *(f"| {name} | {value} |" for name, value in _rows(report).items()),
+        f"| audit | {'none' if audit is None else 'see below'} |",
         "",
         *(_by_run_part(by_run, report["delta"]) if by_run else []),
         *([] if audit is None else _audit_part(audit)),
@@ -174,15 +176,23 @@ def versions() -> dict[str, str]:
 
 
 def _statement(report: Mapping[str, Any], unit: str, weights: str) -> str:
-    if report["epsilon"] is None:
+    by_run = report.get("by_run") or {"rows": []}
+    own = [epsilon for name, *_, epsilon in by_run["rows"] if name.endswith(OWN_RUN)]
+    if report["epsilon"] is None and own in ([], [None]):
         return "**This model is not private:** it was trained without noise."
-    relation = _RELATIONS[report["neighboring_relation"]].format(unit=unit)
-    epsilon, delta = rounded_up(report["epsilon"]), report["delta"]
-    text = (
-        f"{weights} are ({epsilon}, {delta:g})-differentially private: for two data sets "
-        f"{relation}, no set of weights is more than e^epsilon times as likely under one as under "
-        "the other, except with a probability of delta."
-    )
+    delta = report["delta"]
+    if report["epsilon"] is None:
+        text = (
+            "**There is no epsilon of all runs together:** another run of the ledger was trained "
+            "without noise. The epsilon of this run alone is in the table of runs below."
+        )
+    else:
+        relation = _RELATIONS[report["neighboring_relation"]].format(unit=unit)
+        text = (
+            f"{weights} are ({rounded_up(report['epsilon'])}, {delta:g})-differentially private: "
+            f"for two data sets {relation}, no set of weights is more than e^epsilon times as "
+            "likely under one as under the other, except with a probability of delta."
+        )
     if report.get("private_base"):
         text += (
             " **The base model was trained privately too:** for people in both data sets, its "
@@ -203,7 +213,7 @@ def _rows(report: Mapping[str, Any]) -> dict[str, str]:
     lost = ", and {} more in its ledger, which a crash lost or earlier runs made"
     lost = lost.format(report["lost_steps"]) if report["lost_steps"] else ""
     of_all = " of all runs together" if (report.get("by_run") or {}).get("total") else ""
-    return {
+    found = {
         f"epsilon{of_all}": _shown(report["epsilon"]),
         "delta": f"{report['delta']:g}",
         "neighboring relation": report["neighboring_relation"],
@@ -220,6 +230,9 @@ def _rows(report: Mapping[str, Any]) -> dict[str, str]:
         "head of the ledger after this run": (report.get("ledger_head") or "not recorded")
         + ("" if report.get("ledger_is_there", True) else " (the ledger was not compared)"),
     }
+    if heads := report.get("heads_of_card"):
+        found["head of the ledger when this card was written"] = ", ".join(heads)
+    return found
 
 
 def _by_run_part(by_run: Mapping[str, Any], delta: float) -> list[str]:
@@ -231,7 +244,8 @@ def _by_run_part(by_run: Mapping[str, Any], delta: float) -> list[str]:
     else:
         text = (
             "The last row, as in the first sentence, is for someone with one unit in the data of "
-            "each run. Each other row is for someone with one unit in that data alone."
+            "each run. Each other row is the epsilon of its steps alone; for someone in the data "
+            "of several runs, these epsilons add up (dpflash budget computes the sum)."
         )
     if by_run.get("seeded"):
         text += f" {SEEDED}"

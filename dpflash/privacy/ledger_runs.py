@@ -13,10 +13,11 @@ from typing import Any
 from dpflash.accounting import Event, FixedSizeGaussian
 
 from .._json import finite
-from .ledger import Ledger, LedgerLine
+from .ledger import LOST, REFUSED, Ledger, LedgerLine
 from .privacy_unit import kind_of
 from .spending import Spending
 
+OWN_RUN = "this run"  # the end of the row of the run of a card
 _RUN = re.compile("[0-9a-f]{64}")  # the random name of an engine's run
 _SHOWN = 12  # digits of the name that are shown
 
@@ -93,6 +94,11 @@ def alone(lines: Iterable[LedgerLine], spending: Spending) -> Spending:
     return own
 
 
+def refusals_of(lines: Iterable[LedgerLine]) -> int:
+    """Return the number of runs that ended with a private refusal."""
+    return sum(line.note in (REFUSED, LOST) for line in lines)
+
+
 def lines_of(ledger: Ledger, run: str) -> list[LedgerLine]:
     """Return the lines of one run."""
     return [line for line in ledger.lines if line.run == run]
@@ -117,12 +123,11 @@ def epsilon_by_run(
 
     for ledger in ledgers:
         own, runs = Spending(accountant, ledger=ledger), by_run(ledger.lines)
-        for lines in runs if len(runs) > 1 else []:
+        for lines in runs if len(runs) > 1 or len(ledgers) > 1 else []:
             name = f"run {label(runs_of(lines)[0])}{_marks(lines, own_run)}"
             add(name, lines, alone(lines, own), own.unit)
-        if len(ledgers) > 1:
-            marks = _marks(runs[0], own_run) if len(runs) == 1 else ""
-            add(f"ledger {ledger.head[:_SHOWN]}{marks}", ledger.lines, own, own.unit)
+        if len(ledgers) > 1 and len(runs) > 1:
+            add(f"these {len(runs)} runs of one ledger", ledger.lines, own, own.unit)
     total: dict[str, Any] | None = None
     if rows and len({ledger.unit for ledger in ledgers if ledger.lines}) == 1:
         spending, all_lines = together(ledgers, accountant)
@@ -134,7 +139,7 @@ def epsilon_by_run(
 
 def _marks(lines: Sequence[LedgerLine], own_run: str | None) -> str:
     seeded, is_own = "yes" in kept_of(lines, "seeded"), lines[0].run == own_run
-    marks = [*kept_of(lines, "day")[:1], *["seeded"] * seeded, *["this run"] * is_own]
+    marks = [*kept_of(lines, "day")[:1], *["seeded"] * seeded, *[OWN_RUN] * is_own]
     return "".join(f", {mark}" for mark in marks)
 
 

@@ -275,9 +275,9 @@ class Spending:
             raise ValueError(
                 f"the privacy unit is a {unit!r} here, and a {before!r} in the releases so far "
                 "(of the ledger or the accountant): one epsilon cannot be for both. Use another "
-                "ledger and engine, and report both epsilons. If both names mean the same units, "
-                "pass the unit_name= of those releases, or correct the ledger: dpflash ledger "
-                "rename FILE --unit-name NAME"
+                "ledger and engine, and report both epsilons. If both name the same users, pass "
+                "the unit_name= of those releases, or correct the ledger: dpflash ledger rename "
+                "FILE --unit-name NAME"
             )
 
     def begin(

@@ -147,6 +147,7 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
     if ledgers:
         by_run = (report["delta"], report["accountant"], report.get("ledger_run"))
         report["by_run"] = epsilon_by_run(ledgers, *by_run)
+        report["heads_of_card"] = [one.head for one in ledgers]
     if ledger is not None:
         _require_same(run, report, ledger)
     report["ledger_is_there"] = bool(ledgers)

@@ -133,6 +133,7 @@ def test_a_sound_ledger_has_the_head_that_sha256sum_prints_and_may_grow(path, ca
         "signatures": [],
         "lines_without_record": [],
         "without_guard": False,
+        "private_refusals": 0,
     }
     ledger = Ledger(path)
     assert ledger.head == head
@@ -174,7 +175,9 @@ def signed(path, key):
     return path.with_name(f"{path.name}.signatures")
 
 
-def test_a_signature_proves_the_lines_it_is_of_and_openssl_can_check_it(path, key, tmp_path):
+def test_a_signature_proves_the_lines_it_is_of_and_openssl_can_check_it(
+    path, key, tmp_path, capsys
+):
     where, public = signed(path, key), key.with_suffix(".public.pem")
     assert key.stat().st_mode & 0o777 == 0o600
     one = json.loads(where.read_text())
@@ -187,6 +190,7 @@ def test_a_signature_proves_the_lines_it_is_of_and_openssl_can_check_it(path, ke
     subprocess.run(command, check=True, capture_output=True)
     Ledger(path).append(run="c", event=EVENT, accountant="rdp", unit=UNIT)
     assert verify(path, "--public-key", public) == 0
+    assert re.search("not signed +the last 1 line\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name", ["lines", "head", "day", "key", "signature", "moved", "garbage"])
@@ -321,6 +325,7 @@ def test_the_page_has_what_an_auditor_asks_for_and_nothing_from_elsewhere(
     path, key, tmp_path, capsys
 ):
     Ledger(path).note("ended by a private refusal", run="b" * 64, accountant="rdp", unit=UNIT)
+    assert verify(path) == 0 and "1 run; do not publish" in capsys.readouterr().out
     assert rename(path) == 0
     patient = "user: patient"
     Ledger(path).append(run="b" * 64, event=EVENT, accountant="rdp", unit=patient, branch="2")
@@ -360,7 +365,7 @@ def test_the_page_has_what_an_auditor_asks_for_and_nothing_from_elsewhere(
         "limit of epsilon, at delta4, 1e-06",
         "noise multiplier1.25",
         "the privacy unit user: patient_id was renamed user: patient",
-        "run bbbbbbbbbbbb ended by a private refusal",
+        "run bbbbbbbbbbbb ended by a private refusal. Do not publish",
         "Lines 9 to 10: written by other code or by an earlier version",
         "the ledger had these lines and no others",
         "(the public key that was passed)",
@@ -398,4 +403,4 @@ def test_a_ledger_without_its_guard_says_what_is_not_shown(path, capsys):
     head = hashlib.sha256(path.read_bytes()).hexdigest()
     path.with_name(f"{path.name}.guard").unlink()
     assert verify(path) == 1 and verify(path, "--head", head) == 0
-    assert "since FILE.guard is missing" in capsys.readouterr().out
+    assert f"since {path}.guard is missing" in capsys.readouterr().out

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -160,23 +161,30 @@ def test_a_card_states_epsilon_of_each_run_and_ledger_and_of_all_together(copied
     rows = re.findall(r"^\| (.+) \| (\d+) \| (\S+) \| (\S+) \| ([\d.]+) \|$", card, re.M)
     both = spent(own, base)
     assert [(name.split()[0], *others) for name, *others in rows] == [
-        ("ledger", "3", "sample", "zero_out", spent(own)),
+        ("run", "3", "sample", "zero_out", spent(own)),
         ("run", "20", "sample", "add_remove", rows[1][-1]),
         ("run", "20", "sample", "add_remove", rows[1][-1]),
-        ("ledger", "40", "sample", "add_remove", spent(base)),
+        ("these", "40", "sample", "add_remove", spent(base)),
         ("all", "43", "sample", "zero_out", both),
     ]
     assert (
         f"The weights are ({both}, 0.001)-diff" in card
         and f"| epsilon of all runs together | {both} |" in card
     )
-    assert re.fullmatch(rf"ledger \w{{12}}, {today()}, this run", rows[0][0])
+    assert re.fullmatch(rf"run .+, {today()}, this run", rows[0][0])
+    assert f"when this card was written | {own.head}, {Ledger(base.path).head} |" in card
+    assert "| audit | none |" in card
     assert float(rows[1][-1]) < float(spent(base)) < float(both)
 
     export(run, tmp_path / "apart", ledgers=[users.path])
     card = (tmp_path / "apart" / "README.md").read_text()
     assert "| user: patient |" in card and "There is no epsilon of all together" in card
     assert f"of its own ledger alone, the weights are ({spent(own)}, 0.001)" in card
+    bare = Ledger(tmp_path / "bare")
+    bare.append(run="c", event=replace(event, noise_multiplier=0.0), accountant="rdp")
+    export(run, tmp_path / "beside", ledgers=[bare.path])
+    card = (tmp_path / "beside" / "README.md").read_text()
+    assert "no epsilon of all runs together" in card and "is not private" not in card
     with pytest.raises(ValueError, match="one is given twice"):
         export(run, tmp_path / "twice", ledgers=[run / "ledger.jsonl", base.path, base.path])
     (run / "ledger.jsonl").unlink()
