@@ -34,14 +34,14 @@ from scipy.special import bdtr, bdtrc, betaincinv, expit, ndtri
 
 from dpflash.accounting import Accountant, gaussian_epsilon
 
-# The cuts are the scores with these false positive rates, and with these false negative rates.
+# Each rate gives two cuts: the scores with this false positive and this false negative rate.
 _TAILS = (0.5, 0.1, 0.01, 0.001)
 _GUESS_TAILS = np.geomspace(0.4, 1e-4, 20)
-# A plan uses only tails of the scores with at least this number of errors, whose rate is known.
+# Least number of errors in a tail that a plan may use: the rate of fewer errors is uncertain.
 _LEAST_COUNTED = 16
 # A plan made from half of this number of canaries has guesses in all but 1 of 6,000 runs.
 LEAST_CANARIES = 240
-# A plan assumes that the right guesses are this many standard deviations fewer than their mean.
+# A plan assumes that the right guesses are this many standard deviations below their mean number.
 _CAUTION = 2.0
 _MOST_EPSILON = 64.0
 _SPREADS = 12.0
@@ -63,10 +63,10 @@ class Claim:
         return float(self.accountant.get_epsilon(self.delta))
 
     def least_false_negatives(self, false_positives: float) -> float:
-        """Return the claimed trade-off curve, equal for both orders of neighboring datasets.
+        """Return the least false negative rate that the claim allows at a false positive rate.
 
-        Each (epsilon, delta) of the accountant bounds the curve from below by two lines, as in
-        `Accountant.get_beta`; their maximum over a grid of epsilons is never above the curve.
+        Each (epsilon, delta) of the accountant bounds this rate from below by two lines, as in
+        `Accountant.get_beta`. The result is the maximum of these lines over a grid of epsilons.
         """
         epsilons, kept = self._lines
         steep = kept - np.exp(epsilons) * false_positives
@@ -202,9 +202,9 @@ def assess(
     """Compute errors at the plan's cuts, lower bounds on epsilon, and the verdict on scores `[N]`.
 
     Fair coins must have decided which canaries were in the data. A true claim is refuted with a
-    probability of at most `false_alarm_rate`. If an honest mechanism's scores are independent
-    given `included` (`independent`), the rates at the cuts are compared with the claimed trade-off
-    curve; otherwise the number of right guesses with (epsilon, delta), which is a weaker test.
+    probability of at most `false_alarm_rate`. If `independent` (an honest mechanism's scores are
+    independent given `included`), the rates at the cuts are compared with the claimed curve.
+    Otherwise the number of right guesses is compared with (epsilon, delta), a weaker test.
     """
     inside, outside = np.sort(scores[included]), np.sort(scores[~included])
     # Divide the rate among the two limits at each cut.
@@ -280,8 +280,8 @@ def one_run_p_value(
 ) -> float:
     """Return the largest probability of `correct` or more right guesses under the claim.
 
-    With W ~ Binomial(guesses, 1 / (1 + e^-epsilon)) it is P[W >= correct] + 2 canaries delta
-    max_i P[correct - i <= W < correct] / i. The bound holds for any dependence between canaries
+    With W ~ Binomial(guesses, 1 / (1 + e^-epsilon)) the result is P[W >= correct] + 2 * canaries *
+    delta * max_i P[correct - i <= W < correct] / i. It holds for any dependence between canaries
     that the mechanism makes, and for any method that guesses a fixed number from its output.
 
     Args:
@@ -296,8 +296,8 @@ def one_run_p_value(
     if correct <= 0:
         return 1.0
     right = float(expit(epsilon))
-    # W's probabilities rise up to its mode and then fall. So their mean over the i values below
-    # `correct` is greatest for an i at which values with notable probability remain below.
+    # Search no larger i: W's probability is negligible below correct - far, so that a larger i
+    # would only lower the mean of the probabilities of the i values below `correct`.
     spread = math.sqrt(guesses * right * (1 - right))
     far = correct - guesses * right + _SPREADS * spread + _SPREADS
     i = np.arange(1, min(correct, max(int(far), 1)) + 1)

@@ -18,7 +18,7 @@ MOST_FALSE_ALARMS = 1e-3
 # False-alarm rate of each check that tests a hypothesis about random numbers.
 RATE = 8e-5
 _LOW_BITS = 8
-# Allowed error of a contribution; sqrt(2) instead of 1 shows that the squares of shards are added.
+# Allowed error of a contribution, which is 1, or sqrt(2) if ranks wrongly add squares of shards.
 _TOLERANCE = 0.25
 
 
@@ -50,7 +50,7 @@ class Drawn:
 
     @classmethod
     def of(cls, included: Iterable[NDArray[np.int64]], parts: int = 1) -> Drawn:
-        """Count units over logical batches, each given as counts `[N]`; `parts` make a round."""
+        """Count units over logical batches (counts `[N]` each); `parts` batches make a round."""
         sizes, most = [], 0
         counts = whole = np.zeros(0, dtype=np.int64)
         seen = np.zeros((parts, 0), dtype=bool)
@@ -70,15 +70,15 @@ class Drawn:
 def check_inclusions(name: str, drawn: Drawn, rate: float, rng: np.random.Generator) -> Check:
     """Test whether each logical batch samples units independently at the claimed rate.
 
-    The false-alarm rate is divided among four tests: the variances of the units' counts and of the
-    batch sizes (too small by shuffling, or too large), the total, and the least likely count.
+    Four tests share the false-alarm rate: the variance of the units' counts, the variance of the
+    batch sizes (shuffling makes both too small), the sum of all counts, and the rarest count.
     """
     counts, sizes = drawn.counts, drawn.sizes
     draws, units = sizes.size, counts.size
     if rate == 1:
         missing = int((counts != draws).sum() + (sizes != units).sum()) + (drawn.most != 1)
         missing += drawn.moved
-        return Check(name, not missing, 0.0, f"{missing} of {units} not included once a draw")
+        return Check(name, not missing, 0.0, f"{missing} of {units} not sampled once a batch")
     of_counts = _continuous(counts, draws, rate, rng)
     values = {
         "counts of units": _spread(of_counts),
@@ -152,9 +152,9 @@ def check_noise_correlation(name: str, vectors: NDArray[np.float64]) -> Check:
 
 
 def check_noise_lags(name: str, noise: NDArray[np.float64]) -> Check:
-    """Test, for each lag, whether noise `[T, ...]` of releases with this distance is independent.
+    """Test, for each lag, whether releases t and t + lag have independent `noise`, `[T, ...]`.
 
-    The mean product over all pairs with this lag is nearly normal. So the test also finds
+    The mean product of noise over all pairs with one lag is nearly normal. So the test also finds
     correlations that are small in each pair, such as those from a wrong band coefficient.
     """
     rows = noise.reshape(len(noise), -1)
@@ -185,8 +185,8 @@ def check_repeats(vectors: NDArray[np.float64], std_in_steps: float) -> Check:
 def check_lattice(multiples: NDArray[np.float64], std_in_steps: float) -> Check:
     """Test whether all releases are whole multiples of the public grid, with uniform low bits.
 
-    Noise drawn in floating point is not on the grid, or its low bits are zero if it is large, and
-    so reveals the sum to which it was added (Mironov 2012). `multiples` are the released sums
+    Noise drawn in floating point is not on the grid or, if it is large, has low bits of zero. Both
+    reveal the sum to which the noise was added (Mironov 2012). `multiples` are the released sums
     divided by the grid's spacing.
     """
     name = "lattice of the release"

@@ -1,7 +1,7 @@
 """The audited run on layers with weights and biases: a linear layer and a layer norm.
 
-Canary i's loss is a multiple of output i of the linear layer plus output i of the norm. So its
-gradient is zero except at element i of each of the four parameters, with equal absolute values.
+Canary i's loss is a multiple of the sum of output i of the linear layer and output i of the norm.
+So the canary's gradient has one nonzero element in each of four parameters, equal in size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LayersCanaryModel(nn.Module):
 
     def forward(self, numbers: Tensor, weights: Tensor) -> Tensor:
         """Return losses [B] of canaries `numbers` [B], multiplied by `weights` [B]."""
-        # Signs alternate, so that the norm does not change them; the canary's own sign is +1.
+        # Alternating signs have mean 0 and variance 1: the norm keeps them. The canary's is +1.
         elements = torch.arange(self.canaries, device=numbers.device)
         signs = (1 - 2 * ((elements - numbers[:, None]) % 2)).to(weights.dtype)
         outputs = self.layer(weights.new_ones(len(numbers), 1)) + self.norm(signs)

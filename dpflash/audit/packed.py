@@ -1,7 +1,7 @@
 """The audited run on packed documents: canaries that share rows with other canaries.
 
-Each token of a document is the number of the document's canary. Padding is number 0, which is no
-document's. The losses include padding, so its contribution to a release is found at number 0.
+Each token of a document is the number of the document's canary. Padding is number 0, which no
+document has. The losses include padding, so padding's contribution to a release is at number 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from ..packing import PackedBatch, PackTo
 from .releases import Run
 
-# Documents share microbatches, some logical batches have several, one document needs two rows.
+# Sizes with which some logical batches need several microbatches, and one document needs two rows.
 _TOKENS, _ROWS, _DOCUMENTS = 24, 3, 8
 # Documents are short, so that a wrong token of a neighbor is a large part of a gradient.
 _MOST_TOKENS = 3
@@ -34,7 +34,7 @@ class PackedCanaryModel(nn.Module):
         )
         with torch.no_grad():
             for weight in self.parameters():
-                # Padding has a gradient but the value 0: more padding does not change losses.
+                # Padding's weights are 0: padding has a gradient, but does not change losses.
                 weight.view(-1)[0] = 0.0
         self.background = None
         self.canaries = canaries
@@ -73,5 +73,5 @@ class PackedRun(Run):
     def _drawn(self, batch: Any) -> NDArray[np.int64]:
         tokens = np.bincount(batch.input_ids.flatten(), minlength=self.canaries)
         tokens[0] = 0
-        tokens *= bool(self.loader.is_real.any())  # An isolation test is not trained on.
+        tokens *= bool(self.loader.is_real.any())  # A trial has no real rows.
         return np.asarray(tokens // self._lengths)

@@ -26,7 +26,7 @@ from .releases import NewEngine, Release, Run, as_it_is, mechanism_of, whitened
 
 # Noise multiplier in runs that measure contributions.
 LITTLE = 2.0**-8
-# (units, sample rate, releases); for the audited rate, the rate determines the number of units.
+# (units, sample rate, releases); at the audited rate the number of units depends on the rate.
 _FEW, _MANY, _AUDITED_RELEASES = (32, 1 / 8, 32), (64, 1 / 4, 16), 64
 _PACKED, _ENTRIES = (32, 1 / 4, 16), 2
 _DRAWN, _LEAST_UNITS, _MOST_UNITS = 8.0, 64, 1 << 14
@@ -48,7 +48,7 @@ class Contributions:
     # `[T, N]`, with two tables `[T, 2 N]`: the unit's part of the release, divided by the
     # contribution of one sampled unit; up to noise, 1 if the unit was sampled and 0 if not
     units: NDArray[np.float64]
-    # `[T]`: the released sum of a parameter that all units share, divided likewise; else nan
+    # `[T]`: sum of a parameter that all units share, over one contribution; nan if there is none
     background: NDArray[np.float64]
     drawn: NDArray[np.int64]  # how often the loader sampled each unit; has the shape of `units`
     std: float  # standard deviation of the noise in `units`
@@ -152,7 +152,7 @@ class Prober:
     def packed(self) -> Contributions:
         """Measure releases of packed documents; unit 0 stands for padding, and is never drawn."""
         units, rate, releases = _PACKED
-        # exact=True requires documents that begin at multiples of 64 tokens, unlike here.
+        # exact=True requires documents that begin at multiples of 64 tokens; these do not.
         exact = "auto" if self.privacy.exact is True else self.privacy.exact
         asked = self._asked(rate, releases, noise_multiplier=LITTLE, exact=exact)
         run = self._run(asked, units, kind=PackedRun, numbers=np.arange(1, units))

@@ -149,7 +149,7 @@ class Run:
         everyone = np.arange(canaries) if numbers is None else numbers
         self.engine, self.canaries = engine, canaries
         self.dataset = Canaries(everyone)
-        # Equal parts in both layers: with every kind of clipping a canary uses its whole bound.
+        # Equal norms in both layers, so that flat and per-layer clipping leave the whole bound.
         scale = EXCESS * privacy.bound / math.sqrt(2)
         options = {"background": True} if background else {}
         model = self._model_type(canaries, scale=scale, **options)

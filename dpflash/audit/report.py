@@ -23,7 +23,7 @@ class AuditReport:
     """The result of an audit.
 
     A pass is no proof: an audit finds only violations that its canaries show, and its bounds are
-    lower bounds. `epsilon_lower_gaussian` is an estimate, since it assumes a kind of mechanism.
+    lower bounds. `epsilon_lower_gaussian` is an estimate, since it assumes a Gaussian mechanism.
 
     Attributes:
         claimed_epsilon: epsilon of one canary's membership at delta, by the accountant.

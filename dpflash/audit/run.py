@@ -37,7 +37,7 @@ from .report import BLACK_BOX, SCORE_FALSE_ALARMS, WHITE_BOX, AuditReport
 from .scores import numbers_of, plan_for, releases_of, score
 from .strength import Strength
 
-# Warn if scores of canaries in the data are lower on average by this many standard errors.
+# Warn if canaries in the data have a mean score this many standard errors below the others'.
 _REVERSED = 5.0
 _CURVE = np.concatenate([[0.0], np.geomspace(1e-4, 0.1, 12), np.linspace(0.15, 1.0, 18)])
 
@@ -164,11 +164,11 @@ def audit_losses(
 ) -> AuditReport:
     """Run a black-box audit of a training run, by scores from losses of canary documents.
 
-    Scores `[N]` are higher for canaries that look trained on; `included` `[N]` says whether each
-    was in the data, as its own fair coin decided; the accountant has counted all releases. The
-    cuts and the number of guesses are chosen on a random half of the canaries, and the other half
-    is assessed. Losses of one model are not independent, so only the number of right guesses can
-    refute the claim. Warns if canaries in the data have clearly lower scores than the others.
+    Scores `[N]` are higher for canaries that look trained on. `included` `[N]` says which canaries
+    were in the data; a fair coin for each canary decided this. The accountant has counted all
+    releases. The cuts and the number of guesses are chosen on a random half of the canaries, and
+    the other half is assessed. Losses of one model are dependent, so the verdict tests the number
+    of right guesses alone. Warns if canaries in the data have clearly lower scores than others.
     """
     scores, included = np.asarray(scores, dtype=np.float64), np.asarray(included)
     if scores.ndim != 1 or scores.shape != included.shape:
@@ -191,8 +191,8 @@ def audit_losses(
     if not plan.positive + plan.negative:
         raise ValueError(
             f"included says that {included.sum()} of {len(included)} canaries were in the data: "
-            "too few in or out of the data for guesses; pass at least "
-            f"{LEAST_CANARIES}, about half of them in"
+            "guesses need more canaries in the data, or out of it; pass at least "
+            f"{LEAST_CANARIES} canaries, about half of them in the data"
         )
     _warn_if_reversed(scores[included], scores[~included])
     claim = Claim(accountant, delta, f"all {steps} releases of the run")
@@ -211,9 +211,9 @@ def _warn_if_reversed(inside: NDArray[np.float64], outside: NDArray[np.float64])
     error = np.sqrt(inside.var() / len(inside) + outside.var() / len(outside))
     if inside.mean() - outside.mean() < -_REVERSED * error:
         warn(
-            "scores of canaries that were in the data are clearly lower than the others, so the "
-            "guesses are wrong and refute nothing. If the scores are losses, pass minus the loss, "
-            "or better the loss before training minus the loss after training",
+            "scores of canaries that were in the data are clearly lower than the others, but the "
+            "audit guesses that high scores were in the data. If scores are losses, pass minus "
+            "the loss, or better the loss before training minus the loss after training",
         )
 
 

@@ -15,8 +15,8 @@ The sample rate q of the audited run determines the experiment:
   the steps x canaries products: a canary's products share its coin, and no claim covers each.
 
 With banded noise of b bands and coefficients c_i, the b parts of the data are sampled in turn, and
-q is the rate at which a release of the canary's part samples the canary. A round of b releases,
-from a release t of the canary's part on, takes the place of a release. Let C be the banded matrix
+q is the sample rate inside the canary's part. Each release t that samples this part, and the b - 1
+releases after t, are a round. A round takes the place of one release. Let C be the banded matrix
 of the c_i, and x the releases' products with the canary's direction, divided by max_grad_norm.
 Then y is the sum over i < b of c_i (C x)_(t+i) / |c|^2, which is the canary's contribution plus
 noise of standard deviation sigma, independent for each round. The run has b - 1 further releases
@@ -158,9 +158,9 @@ def _products(
 
 
 def _parts(run: Run, bands: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Return, `[canaries]`, the number modulo the bands of the releases that may sample a canary.
+    """Return `[canaries]`: the number p, if releases p, p + bands, ... may sample the canary.
 
-    For a canary that is never sampled, the number is random, since it contributes to no release.
+    For a canary that is never sampled p is random, since the canary contributes to no release.
     """
     parts = rng.integers(bands, size=run.canaries)
     if bands > 1:
@@ -170,7 +170,7 @@ def _parts(run: Run, bands: int, rng: np.random.Generator) -> NDArray[np.int64]:
 
 
 def numbers_of(privacy: PrivacyConfig) -> tuple[float, float, int]:
-    """Return (sample rate of a part, noise multiplier, rounds); one band: rounds = releases."""
+    """Return (sample rate in a part, noise multiplier, number of rounds of `bands` releases)."""
     rate, noise = privacy.sample_rate, privacy.noise_multiplier
     steps = privacy.steps_per_epoch
     assert rate is not None and noise is not None and steps is not None

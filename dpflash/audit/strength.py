@@ -58,7 +58,7 @@ class Strength:
         self._products += len(y)
 
     def further_runs(self, canaries: int, steps: int) -> int:
-        """Return the number of further runs that a tight bound needs (all canaries in); max. 2."""
+        """Return how many further runs, with all canaries in, a tight bound needs: 0, 1 or 2."""
         if self._rate == 1:
             return 0
         needed = (float(ndtri(0.95)) * self._noise / (_WANTED * self._rate)) ** 2 / steps

@@ -47,7 +47,7 @@ class KeepPrivacy(Callback):
             return {"engine": torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hold the engine's checkpoint until the optimizer exists, when it can be loaded."""
+        """Keep the engine's checkpoint, which is loaded once the optimizer exists."""
         self._saved = state_dict["engine"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -42,7 +42,7 @@ _accountants_before: dict[str, type | None] = {}
 _accountants_of_ours: dict[str, type] = {}
 
 _GRAM_CHUNK_ELEMENTS = 1 << 22
-# Squared norms below this fraction of their terms (fp32 cancellation) are computed once more.
+# Squared norms below this fraction of their bound lost digits to cancellation: use tiles then.
 _CANCELLATION = 1 / 1024
 
 
@@ -51,8 +51,8 @@ def register(*, replace_accountants: bool = False) -> None:
 
     `nn.Linear` and `nn.Embedding` get dpflash's norm samplers, for `grad_sample_mode="ghost"` and
     its variants. Subclasses of these two keep Opacus' norm samplers. LayerNorm and RMSNorm keep
-    Opacus' computation, because their norms need no [T, T] matrix, and because Opacus refuses a
-    layer with a norm sampler that is called twice. Models that Opacus has already wrapped use the
+    Opacus' computation, because their norms need no [T, T] matrix, and because Opacus raises if a
+    layer with a norm sampler is called twice. Models that Opacus has already wrapped use the
     new norms from their next backward on.
 
     Each accountant of `dpflash.accounting` is registered under its name with the prefix
@@ -69,8 +69,8 @@ def register(*, replace_accountants: bool = False) -> None:
     Guarantees:
         A norm is the norm of the sample's gradient as Opacus defines it, accumulated in fp32 or
         wider, so that norms of 16-bit models are never rounded to 16 bits. A sample whose gradient
-        is not finite has the norm inf, and therefore the clipping factor 0. Nonfinite values of
-        its forward still reach the sum, because Opacus multiplies them by the factor 0. No [T, T]
+        is not finite has the norm inf, and therefore the clipping factor 0. Nonfinite values in
+        a forward still reach the sum, because Opacus multiplies them by the factor 0. No [T, T]
         matrix is made unless it is smaller than a quarter of the sample's gradient [O, I].
     """
     _check_version()
@@ -244,7 +244,7 @@ def _embedding_norms(
     if layer.scale_grad_by_freq:
         raise ValueError(
             "nn.Embedding(scale_grad_by_freq=True) divides a sample's gradient by counts of the "
-            "whole batch, so its norm does not bound the sample; set it to False"
+            "whole batch, so the norm does not bound the sample's effect; set it to False"
         )
     indices = activations[0]
     indices = indices.reshape(len(indices), indices.shape[1:].numel())  # [B, T]
@@ -310,7 +310,7 @@ class _NoiseSource(TorchFunctionMode):
     """A context in which torch.normal returns noise drawn under one new key.
 
     When the noise is added to a float32 sum, the sum is first rounded to the noise's grid and the
-    result is rounded once, so that its last digits reveal nothing about the sum.
+    result is rounded once, so that the result's last digits reveal nothing about the sum.
     """
 
     def __init__(self) -> None:
@@ -370,14 +370,14 @@ class _NoiseSource(TorchFunctionMode):
 
 
 class _SecureNoise:
-    """Mixin that draws the noise of an Opacus optimizer; a base before the optimizer's class."""
+    """Mixin that draws the noise of an Opacus optimizer; the base before the optimizer's class."""
 
     def add_noise(self: Any) -> None:
         if hasattr(self, "_adjusted_noise_multiplier"):
             self._discard()
             raise RuntimeError(
                 "PrivacyEngineAdaptiveClipping draws the noise of its quantile outside of the "
-                "optimizer, so it would not be secure and nothing was released; use "
+                "optimizer, where use_secure_noise does not replace it. Nothing was released; use "
                 "opacus.PrivacyEngine, with clipping='adaptive' for an adaptive bound"
             )
         try:
@@ -391,9 +391,9 @@ class _SecureNoise:
             self._discard()
             raise RuntimeError(
                 f"add_noise of {type(self).__mro__[2].__name__} drew {source.elements} secure "
-                f"numbers for {needed} elements of parameters, so nothing was released: it does "
-                "not draw noise by torch.normal. Use a class of opacus.optimizers, or leave "
-                "use_secure_noise out"
+                f"numbers for {needed} elements of parameters: use_secure_noise needs a class "
+                "that draws all noise by torch.normal. Nothing was released; use a class of "
+                "opacus.optimizers, or leave use_secure_noise out"
             )
 
     def _discard(self: Any) -> None:

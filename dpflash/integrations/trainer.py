@@ -177,7 +177,7 @@ class DPTrainer(Trainer):
         training loop with the same engine, arguments and losses.
     """
 
-    # Whether the model may be a path; refused arguments besides _REFUSED_ARGUMENTS.
+    # Set by subclasses: whether `model` may be a path, and further arguments that are refused.
     _loads_models = False
     _refused: _Refused = {}
 
@@ -201,7 +201,7 @@ class DPTrainer(Trainer):
         options["callbacks"] = [_Checkpoints(self), *(options.get("callbacks") or [])]
         super().__init__(model=model, args=copy.copy(args), **options)
         self._check_arguments(self.args)  # may be defaults, or changed by Trainer
-        # The engine clips samples, and restores the position of a resumed loader.
+        # Trainer must not clip or skip batches: the engine clips, and resumes the loader.
         vars(self.args).update(max_grad_norm=0.0, ignore_data_skip=True)
         if self.accelerator.gradient_accumulation_steps != 1:
             raise ValueError(
@@ -474,7 +474,7 @@ class DPTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
-        """Return (next batches, None); the number of their tokens would be private."""
+        """Return (next batches, None): None replaces the number of tokens, which is private."""
         return list(islice(epoch_iterator, num_batches)), None
 
     # Steps

@@ -276,7 +276,7 @@ def _mask(
     else:
         names = set(_names(mask_function))
     if compiling and local_size is not None:
-        # A compiled call cannot inspect the function, so the size tells chunks from windows.
+        # A compiled call cannot inspect the function, so chunks are recognized by their size.
         if local_size == getattr(config, "attention_chunk_size", None):
             names.add("chunked_overlay")
     if use_vmap or not names <= _FOLLOWED:
@@ -517,7 +517,7 @@ def _borders_of_positions(
     starts = position_ids.diff(dim=1) != 1
     compiling = torch.compiler.is_compiling()
     if padding is not None:
-        # Unless compiling, padding that is not None has padded keys, which shift positions.
+        # With padded keys restarts are no borders. When compiling, test that keys are padded.
         if compiling and batch_size == 1:
             fine = ~starts.any() | ~padding.all()
             torch._assert_async(fine, "packed position_ids: not while compiling")
@@ -549,7 +549,7 @@ def _pattern(
     borders: Tensor | None,
     padding: Tensor | None,
 ) -> Pattern | None:
-    """Return the pattern of these arguments; None for dense attention. One query is not causal."""
+    """Return the pattern of these arguments; None for dense attention, as with one query."""
     if borders is not None:
         documents = Documents(cu_seqlens=borders.tolist(), causal=causal)
         if sliding_window is not None and int(borders.diff().max()) > sliding_window:
@@ -568,7 +568,7 @@ def _pattern(
         cause = "is_causal=True" if causal else f"sliding_window={sliding_window}"
         _refuse_data(
             f"{cause} with different numbers of queries and keys",
-            "expected as many queries as keys, or in a causal model at most as many queries",
+            "expected as many queries as keys, or in a causal model at most as many as keys",
             _UNCACHED,
         )
     if sliding_window is not None and sliding_window < keys:

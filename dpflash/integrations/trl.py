@@ -225,7 +225,7 @@ class DPDPOTrainer(_TRLTrainer, DPOTrainer):
 
     @contextmanager
     def _trl_state(self, *, is_logged: bool) -> Iterator[None]:
-        """Context: DPOTrainer reads the batch's reference, and adds metrics only if is_logged."""
+        """Let DPOTrainer read reference values from the batch; keep metrics only if is_logged."""
         precomputed, metrics = self.precompute_ref_logps, self._metrics
         tokens = self._total_train_tokens
         self.precompute_ref_logps = True
@@ -240,7 +240,7 @@ class DPDPOTrainer(_TRLTrainer, DPOTrainer):
 
 
 def _scores_of(logits: Tensor) -> Callable[..., SimpleNamespace]:
-    """Return a function that TRL calls as the model, and whose outputs are of these logits."""
+    """Return a function that TRL calls as the model; it returns the scores of these logits."""
     return lambda **given: _scores(logits, given["labels"])
 
 

@@ -12,10 +12,10 @@ so a replay cannot repeat them.
                        gate; replay the backward; add the sums to the logical batch
     optimizer.step():  as usual
 
-Calls that cannot be captured run layer by layer, and `engine.optimization` reports the reason:
-batches of an isolation test, random masks, hooks, per-sample gradients that are not instantiated,
-and models that read or write tensors other than their arguments, parameters and buffers, or that
-keep results. A replay would read or keep such tensors of another batch.
+Calls that cannot be captured run layer by layer, and `engine.optimization` reports the reason.
+These are calls on batches of an isolation test, with random masks, with hooks or without
+instantiated per-sample gradients, and calls in which the model keeps results, or reads or writes
+tensors other than its arguments, parameters and buffers: a replay would use another batch's.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from .levels import Optimization
 
 _log = logging.getLogger(__name__)
 
-# Limits: kinds of batches that are captured, and that are counted; calls of a kind before its
-# capture; and how often tensors of the model may be moved to other addresses.
+# Limits of the number of kinds of batches that are captured, of kinds whose calls are counted, of
+# a kind's calls before its capture, and of the times that the model's tensors change addresses.
 _MOST_KINDS, _MOST_SEEN, _EAGER_CALLS, _MOST_MOVES = 4, 64, 3, 3
 # Allowed relative difference between a replay and eager layers, since kernels may reorder sums.
 _ROUNDING = 2.0**-7
@@ -90,7 +90,7 @@ class Recorder(Protocol):
 
 
 class CudaGraphs:
-    """Records CUDA graphs that share memory; they must be replayed in the order of recording."""
+    """Records CUDA graphs that share memory. Replay the graphs in the order of recording."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -144,14 +144,14 @@ class CapturedCalls:
         self._open: tuple[_ReplayedGate, int] | None = None
         self._moves = 0
         self._is_off = False
-        self._why = "no kind of batch has had enough calls yet"
+        self._why = "the model was not called often enough yet with any kind of batch"
 
     @property
     def sentence(self) -> str:
         """A sentence that says which calls are captured, or why no call is captured."""
         if self._is_off or not any(self._found.values()):
             return f"left out: CUDA graphs, since {self._why}"
-        # Without shapes, which are private if a batch's longest sample determines them.
+        # Do not name the shapes, which are private if a batch's longest sample determines them.
         return "CUDA graphs: forward and backward of batches of frequent shapes"
 
     def outputs(
@@ -186,7 +186,7 @@ class CapturedCalls:
         kind = (setting, repr(structure), tuple(kinds), self._step.bound)
         if kind not in self._found:
             if len(self._counts) > _MOST_SEEN or len(self._found) >= _MOST_KINDS:
-                self._why = "there are many kinds of batches, or of numbers that the model keeps"
+                self._why = "batches have too many shapes, or numbers that the model keeps change"
                 return None
             count = self._counts[kind] = self._counts.get(kind, 0) + 1
             if count <= _EAGER_CALLS:
@@ -287,7 +287,7 @@ class _CapturedCall:
         recorder: Recorder = CudaGraphs(_device(backward))
         _refuse_hooks(module)
         self._module, self._backward = module, backward
-        # Graphs read these tensors by address, and would not read tensors that replace them.
+        # Graphs read these tensors by address, so they would not see tensors that replace them.
         self._held = _tensors_in(module)
         self._places = _places(self._held)
         leaves, structure = tree_flatten(arguments)
@@ -341,7 +341,7 @@ class _CapturedCall:
         return flat, structure
 
     def _differentiate(self) -> None:
-        # Ends at the gates' stand-ins, since AccumulateGrad nodes would use streams of their own.
+        # Stop at the gates' stand-ins: AccumulateGrad nodes would run on streams of their own.
         ends = list(self._rules.stand_ins.values())
         with without_autocast(_device(self._backward).type):
             torch.autograd.grad(self.roots, ends, self._grads, allow_unused=True)
@@ -378,7 +378,7 @@ class _CapturedCall:
         self._replay_backward()
         found = (*self.roots, *self._sums.values())
         for own, other in zip(found, reference, strict=True):
-            # Gradients of a sample may be nonfinite in both, which is not the graphs' fault.
+            # Allow nonfinite gradients of a sample that the eager run has too.
             is_finite = other.isfinite()
             same = torch.equal(own.isfinite(), is_finite)
             distance, size = (
@@ -397,7 +397,7 @@ class _CapturedCall:
         return _places(_tensors_in(self._module)) == self._places
 
     def outputs(self, roots: Sequence[Tensor]) -> Any:
-        """Return the model's outputs, with `roots` in place of those that require a gradient."""
+        """Return the outputs; `roots` replace the captured outputs that require a gradient."""
         own = iter(roots)
         return tree_unflatten(
             [next(own) if any(x is root for root in self.roots) else x for x in self._flat],
@@ -424,8 +424,8 @@ class _CapturedCall:
         """Add the clipped sums of the call to the logical batch.
 
         Raises:
-            PrivateRefusal: since the forward, the graphs have run another batch, or outputs,
-                weights or max_grad_norm have changed.
+            PrivateRefusal: after this call's forward, the graphs have run another batch, or the
+                outputs, weights or max_grad_norm have changed.
         """
         if gate is not self._gate:
             raise PrivateRefusal(
@@ -434,18 +434,18 @@ class _CapturedCall:
             ) from None
         if [x._version for x in self._of_forward()] != self._versions:
             raise PrivateRefusal(
-                "outputs of the model, or its weights, were changed in place between its call and "
-                "the backward, which reads them again with cuda_graph=True: change a clone of the "
-                "outputs, and change weights after optimizer.step()" + _OFF
+                "outputs or weights of the model were changed in place after the model's call and "
+                "before the backward. With cuda_graph=True the backward reads both again: change "
+                "a clone of the outputs, and change weights after optimizer.step()" + _OFF
             ) from None
         step = rules.step
         if step.sums.bound != self._sums.bound:
             raise PrivateRefusal(
-                "max_grad_norm changed between a call of the model and its backward, which clips "
-                "to the earlier value with cuda_graph=True: set it between steps" + _OFF
+                "max_grad_norm changed between a call of the model and its backward. A captured "
+                "backward clips to the earlier value: set max_grad_norm between steps" + _OFF
             ) from None
         self._rows.copy(step.rows)
-        # Clear sums that are not part of the logical batch yet, or are in another tensor there.
+        # Clear each sum, unless it is the logical batch's own sum, to which the replay adds.
         self._clear(total for p, total in self._sums.items() if step.sums.get(p) is not total)
         self._replay_backward()
         for squares, factors in self._noted.found:
@@ -508,7 +508,7 @@ class _Seen(TorchDispatchMode):
         return made is not None and not made.expired()
 
     def refusal(self) -> str | None:
-        """Return why the forward cannot be captured, or None. Delete all outputs before."""
+        """Return why the forward cannot be captured, or None; call it after deleting outputs."""
         gc.collect()
         if self._refusal is None and not all(made.expired() for made in self._made.values()):
             return "its forward keeps tensors that it does not return, on the model or in a list"
@@ -549,7 +549,7 @@ class _ReplayedGate(Gate):
                 ) from None
             self.has_run = True
             if self.run.mode != "clip":
-                raise RuntimeError("a captured call has a backward that is only compared")
+                raise RuntimeError("a captured call ran a backward that does not clip")
             self.rules.admit(self)
             self.compare(grads)
             self._call.replay_backward(self, self.rules)
@@ -579,14 +579,14 @@ class _Rows(RealRows):
 
 
 class _Captured:
-    """Replaces the logical batch in a capture: replays add to its exact sums, without noise."""
+    """Takes the logical batch's place in a capture: the graphs add to its sums, without noise."""
 
     def __init__(self, sums: ClippedSums):
         self.sums = sums
         self.rows = _Rows()
 
     def before_gate(self) -> None:
-        """Do nothing, since the gate of a replay calls this method of the logical batch."""
+        """Do nothing: each replay's gate calls this method of the logical batch itself."""
 
     def begin_trial(self) -> None:
         """Do nothing, since isolation tests (trials) are not captured."""

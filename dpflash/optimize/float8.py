@@ -33,8 +33,8 @@ def with_float8(
     """Return the optimization with float8 products in the linear layers that support them.
 
     Raises:
-        ValueError: parameters are sharded, no layer supports float8, or other products are in
-            float32 on a device other than the CPU, where trials allow for float32 rounding alone.
+        ValueError: parameters are sharded, no layer supports float8, or the model computes in
+            float32 on a device other than the CPU: its trials tolerate float32 rounding alone.
     """
     sharded = next((n for n, p in module.named_parameters() if is_sharded(p)), None)
     if sharded is not None:
@@ -64,8 +64,8 @@ def with_float8(
     sentences = [_NUMERICS.format(layers=_some(chosen)), _MEMORY]
     if not multiplies_float8(device):
         sentences.append(
-            f"left out: float8 hardware, which {device} does not have; products of the same "
-            "float8 numbers are computed in float32, slower than without fp8"
+            f"left out: float8 hardware, since {device} has none. Numbers are rounded to float8 "
+            "and multiplied in float32, which is slower than without fp8"
         )
     for why, names in left_out.items():
         sentences.append(f"left out: float8 in {_some(names)}, since it {why}")
@@ -84,8 +84,8 @@ _NUMERICS = (
     "scale, so no sample affects the rounding of another. Weight gradients, clipping and noise "
     "are computed without float8. Evaluations of the private model multiply in float8 too; "
     "copies, public_data() and the model after engine.detach do not. If the number of rows of a "
-    "batch is not public (BatchMemoryManager, batches from elsewhere), it may determine which "
-    "kernels run, and float8 may enlarge the difference in rounding between kernels"
+    "batch is not public (BatchMemoryManager, batches from elsewhere), this number may determine "
+    "which kernels run, and float8 may enlarge the difference in rounding between kernels"
 )
 _MEMORY = (
     "memory: 2 bytes per element of these layers' weights, for two float8 copies that are made "

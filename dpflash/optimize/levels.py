@@ -183,8 +183,8 @@ def _of_compiler(size: int) -> tuple[str, ...]:
         "numerics: in training torch.compile fuses the model's operations, which rounds less "
         "often. The first batches take up to minutes. New batch sizes do not recompile the "
         "model, but the first batch of one sample does",
-        "memory: the compiled backward returns the per-sample gradients of all layers together, "
-        f"{size / 2**20:,.1f} MiB for a batch of the planned size, whatever modes were planned",
+        "memory: whatever modes were planned, the compiled backward returns per-sample gradients "
+        f"of all layers together: {size / 2**20:,.1f} MiB for a batch of the planned size",
         "left out: torch.compile's own CUDA graphs, which would replay code that must run anew in "
         "each step",
     )
@@ -200,7 +200,7 @@ def _obstacle(
     if any(compiled):
         return "the model is compiled already"
     if asked.mode not in ("auto", "instantiate"):
-        return f"grad_sample_mode={asked.mode!r} was set, but a compiled model instantiates"
+        return f"grad_sample_mode={asked.mode!r} was set, but compiling needs 'instantiate'"
     if asked.ranks.everyone is not None:
         return (
             "several ranks exchange gradients during the backward, and a compiled backward "

@@ -123,7 +123,7 @@ class ForwardWrapper:
         """Return the attention backend that was set for the model, or else for the loop."""
         asked = self._attention_backend
         asked = current_backend() if asked == AUTO else asked
-        # Both backwards of ghost clipping must give equal gradients.
+        # Both backwards of ghost clipping must give equal gradients; FAST does not ensure this.
         return AUTO if asked == FAST and self._backward.planner.may_be_ghost else asked
 
     def put(self) -> None:
@@ -269,7 +269,7 @@ class ForwardWrapper:
         kwargs: Any,
     ) -> Any:
         before = RandomState(self._parameter_device)
-        # Dropout is off during the forward only, since an error in the loop could leave it off.
+        # Turn dropout off for the forward alone: after an error in the loop it would stay off.
         recorded = self._recorded(tensors, only_dtypes=True)
         with recorded as rows, place_trial.without_dropout, _noting_outputs(rows):
             outputs = self._eagerly(module, self._autocast_dtype(), args, kwargs)
@@ -342,7 +342,7 @@ class ForwardWrapper:
         call = Call(arguments, size, units)
         left = self._left.varying(call)
         if len(samples) > 1 and not (call.has_samples and left is None):
-            # A single batch with as many tokens as samples is ambiguous, so warn later.
+            # Warn at the third such call: one batch may have as many tokens as samples by chance.
             self._unreplaced += 1
             if self._unreplaced == _CALLS_TO_WARN:
                 where = "" if left is None else f" (argument {left})"
@@ -357,7 +357,7 @@ class ForwardWrapper:
         refusal = refusal or mixed(first, second, unchanged)
         differing: list[str] = []
         if proof.is_any(bool(attributes.differing(kept_by_first))):
-            # The attributes may keep the contents of a sample that was not replaced.
+            # Attributes may keep a sample that was not replaced: run with one sample in all rows.
             run(call.of_one(source))
             kept_by_second = self._attributes()
             differing = kept_by_first.differing(kept_by_second)
@@ -387,7 +387,7 @@ class ForwardWrapper:
         *,
         compares: bool = False,
     ) -> ForwardRows:
-        """Run a forward from a state, with its attributes or the given ones; return its rows."""
+        """Run a forward from `state`, with its attributes or the given attributes; return rows."""
         state.restore()
         (attributes or state.attributes).restore_copies()
         args, kwargs = copied(arguments)
@@ -444,7 +444,7 @@ class ForwardWrapper:
         return self._eagerly(module, dtype, args, kwargs)
 
     def _batch_size(self, tensors: list[Tensor]) -> int:
-        """Return the microbatch's size if a tensor has it, else the size of the first tensor."""
+        """Return the microbatch's number of rows if a tensor has it, else the first tensor's."""
         drawn = self._backward.forward.batch_hint
         first = [t.shape[0] for t in tensors]
         return drawn if drawn in first else next(iter(first), 0)
@@ -473,7 +473,7 @@ class ForwardWrapper:
         autocast = nullcontext() if dtype is None else torch.autocast(self._device, dtype=dtype)
         with autocast, attention_backend_of_model(self._backend()):
             if inner and self._inner is not None:
-                # DistributedDataParallel would prepare for a backward of this forward.
+                # Calling DistributedDataParallel itself would prepare for a backward.
                 outputs = self._inner(*args, **kwargs)
             else:
                 kind = self._plain_original if self._is_plain else self._original
@@ -526,7 +526,7 @@ class ForwardWrapper:
     ) -> Any:
         handles = self._backward.forward.prepared_handles
         if not handles or handles[0][0].shape[0] != size:
-            # The batch is not from the private loader, which prepares handles.
+            # Only the private loader prepares handles, and this batch is not from that loader.
             self._backward.forward.prepare(size)
         if size > 1:
             for tensor in (
@@ -591,9 +591,9 @@ def _noting_outputs(rows: ForwardRows) -> Iterator[None]:
 
 def _dropped(packed: None) -> Tensor:
     raise RuntimeError(
-        "the losses use outputs of a forward that ran only to test the first batches, in the same "
-        "call of the model: a list that a hook fills keeps them too. Overwrite kept outputs, "
-        "clear the list when the model's forward begins, or return what the losses need"
+        "the losses use outputs of a forward that only tested the first batches. It ran in the "
+        "same call of the model, and a list that a hook fills keeps them too. Overwrite kept "
+        "outputs, clear the list when the model's forward begins, or return what losses need"
     )
 
 

@@ -136,13 +136,13 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
     ledgers = [*([] if ledger is None else [ledger]), *opened(others)]
     if "data" in report["config"] and not ledgers:  # the run is one of `dpflash train`
         raise ValueError(
-            f"run={str(run)!r}: its ledger {str(own)!r} is missing, so the epsilon of other runs "
-            "is unknown; restore it and its guard, or pass --ledgers FILE if it has moved"
+            f"run={str(run)!r}: its ledger {str(own)!r} is missing, so other runs in this ledger "
+            "are unknown; restore ledger and guard, or pass --ledgers FILE if the ledger has moved"
         )
     if others and not any(report.get("ledger_head") in heads(one.content()) for one in ledgers):
         raise ValueError(
-            f"ledgers={list(map(str, others))}: none is that of the run in {str(run)!r}, which "
-            "counts too; pass the run's ledger too"
+            f"ledgers={list(map(str, others))}: none is that of the run in {str(run)!r}, "
+            "whose epsilon counts too; pass the run's ledger too"
         )
     if ledgers:
         by_run = (report["delta"], report["accountant"], report.get("ledger_run"))
@@ -154,8 +154,8 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
     report["private_base"] = not others and _has_card(report["config"].get("model"))
     if "weights" in report and report["weights"] != weights_digest(pretrained_folder(run)):
         raise ValueError(
-            f"run={str(run)!r}: its weights are not those that its {REPORT} describes, so their "
-            "epsilon is not known; write weights and report by DPTrainer.save_model"
+            f"run={str(run)!r}: its weights are not those that its {REPORT} describes, so the "
+            "weights' epsilon is not known; write weights and report by DPTrainer.save_model"
         )
     # Privacy units may have been renamed after the report was written.
     for was, unit in ({} if ledger is None else ledger.names).items():
@@ -175,7 +175,7 @@ def _require_same(run: Path, report: dict[str, Any], ledger: Ledger) -> None:
     if released < written:
         raise ValueError(
             f"run={str(run)!r}: its model was written after {written} releases, and its ledger "
-            f"has {released}, so lines were lost; restore it and its guard from a copy"
+            f"has only {released}, so it lost lines; restore ledger and guard from a copy"
         )
     if released > written:
         raise ValueError(

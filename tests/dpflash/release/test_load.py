@@ -245,7 +245,7 @@ def test_a_card_reports_the_audit_of_the_runs_settings_and_of_no_others(copied, 
     assert "**the claim was refuted**" in card and "(failed: charges)" in card
     audit["settings"]["steps"] += 1
     (run / "audit.json").write_text(json.dumps(audit))
-    with pytest.raises(ValueError, match="is of steps=4, which the run no longer has"):
+    with pytest.raises(ValueError, match="is for steps=4, which the run no longer has"):
         export(run, tmp_path / "stale")
 
 
