@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from dpflash._json import finite
 
@@ -14,7 +15,8 @@ from ._parser import add_options
 _OPTIONS = {
     "--data PATH": "file or folder with the documents",
     "--unit UNIT": "unit as for dpflash train, which decides what a document is: a file (file or "
-    "folder), or a line of a JSONL file (record or field:NAME) (default: file)",
+    "folder), or a line of a JSONL file (record or field:NAME) (default: record if --data is a "
+    ".jsonl file, else file)",
     "--field NAME": "key of the text in a record (default: text)",
     "--label-field NAME": "key of the label in a record; needed for a classifier",
     "--seq-len N": "maximum number of tokens per window (default: the longest document, or the "
@@ -40,7 +42,7 @@ def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suffixes", nargs="+", metavar="S", help="read only files with these suffixes"
     )
-    parser.set_defaults(run=_run_evaluate, unit="file", field="text")
+    parser.set_defaults(run=_run_evaluate, field="text")
 
 
 def _run_evaluate(args: argparse.Namespace) -> int:
@@ -49,12 +51,12 @@ def _run_evaluate(args: argparse.Namespace) -> int:
 
     from ._tables import table
 
+    is_records = args.label_field is not None or Path(args.data).suffix == ".jsonl"
+    unit = args.unit or ("record" if is_records else "file")
     if args.label_field is not None:
-        return _evaluate_labels(args)
+        return _evaluate_labels(args, unit)
     model = TextModel(args.folder)
-    documents = ByteDocuments.read(
-        args.data, unit=args.unit, field=args.field, suffixes=args.suffixes
-    )
+    documents = ByteDocuments.read(args.data, unit=unit, field=args.field, suffixes=args.suffixes)
     found = model.evaluate(
         documents.contents,
         seq_len=args.seq_len,
@@ -80,7 +82,7 @@ def _run_evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluate_labels(args: argparse.Namespace) -> int:
+def _evaluate_labels(args: argparse.Namespace, unit: str) -> int:
     from dpflash.release.text_classifier import TextClassifierModel
     from dpflash.train.data import ByteDocuments
 
@@ -89,7 +91,7 @@ def _evaluate_labels(args: argparse.Namespace) -> int:
     model = TextClassifierModel(args.folder)
     documents = ByteDocuments.read(
         args.data,
-        unit="record" if args.unit == "file" else args.unit,
+        unit=unit,
         field=args.field,
         label_field=args.label_field,
         labels=model.labels,

@@ -48,8 +48,8 @@ _OPTIONS = {
     "language model, or with --label-field a classifier or an encoder such as BERT. Nothing is "
     "downloaded (default: train a new byte-level model)",
     "--tokenizer DIR": "folder of the tokenizer of --model (default: the folder of --model)",
-    "--lora-rank N": "train LoRA adapters of this rank on all linear layers instead of all "
-    "parameters",
+    "--lora-rank N": "train LoRA adapters of this rank (alpha 2 N, no dropout) on all linear "
+    "layers instead of all parameters",
     "--eval-data PATH": "file or folder to evaluate on, instead of units held out of --data",
     "--eval-fraction F": "expected fraction of units that are held out for the evaluation and not "
     "trained on; 0 for no evaluation (default: 0.1)",
@@ -355,7 +355,8 @@ def _documents(job: Any) -> str:
     text = counted(job.num_units, _noun(config))
     document, others = _noun(config), ""
     if config.examples_per_unit is not None:
-        document, others = config.document, f" of other {config.noun}s"
+        document = config.document
+        others = f" of {counted(job.num_held_out_units, f'other {config.noun}')}"
         text += f" with {counted(job.num_documents, document)}"
     text += " to train on, "
     held_out = counted(job.num_held_out, document)

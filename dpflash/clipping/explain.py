@@ -100,6 +100,8 @@ class ClippingPlan:
         public: the public facts about the batches.
         attention: which library's kernels run dense and causal attention, and why.
         context: a table of the modes of context-parallel attention; empty without a context.
+        unplanned: dotted names of the other trained matrices, whose per-sample gradients are
+            stored.
     """
 
     uses: tuple[PlannedUse, ...]
@@ -107,6 +109,7 @@ class ClippingPlan:
     public: PublicFacts
     attention: str
     context: str = ""
+    unplanned: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[PlannedUse]:
         return iter(self.uses)
@@ -135,6 +138,11 @@ class ClippingPlan:
         lines = (
             _table(rows),
             _LEGEND.format(milliseconds=1e3 * sum(use.seconds for use in self.uses)),
+            *(
+                [f"per-sample gradients are stored, without a plan: {', '.join(self.unplanned)}"]
+                if self.unplanned
+                else []
+            ),
             f"ceilings: {self.ceilings}",
             self.attention,
             *([self.context] if self.context else ()),
@@ -188,7 +196,14 @@ def explain_plan(
             uses.append(use)
     total = sum(use.seconds for use in uses)
     shared = (replace(use, share=use.seconds / total) for use in uses)
-    return ClippingPlan(tuple(shared), ceilings, public, attention, context)
+    planned = {use.parameter for use in uses}
+    others = (
+        name
+        for group in backward.groups
+        for p in group.parameters
+        if p.ndim > 1 and (name := backward.names[p]) not in planned
+    )
+    return ClippingPlan(tuple(shared), ceilings, public, attention, context, tuple(others))
 
 
 def _why(shapes: list[LinearShape], mode: str, ceilings: Ceilings) -> str:

@@ -36,9 +36,13 @@ _NOT_COVERED = (
     "Runs on the same data that are not listed above, whose epsilon adds to the one above "
     "(dpflash budget prints the sum), and the choice of this run or checkpoint among several.",
     "Data that the model was evaluated on; it did not train the model.",
-    "The earlier training data of a pretrained base model, except in the runs listed above.",
     "People with records in several {unit}s, or in those of other people: the guarantee is for "
     "one {unit}, and weaker for these people.",
+    "The length of the longest {unit}, unless it was declared (`public_length`, `PadTo`, or "
+    "`--dataset-size` of dpflash train).",
+)
+_OF_BASE = (
+    "The earlier training data of the base model, except in runs that the table of runs lists."
 )
 SEEDED = (
     "Whoever knows the seed of a seeded run can subtract its noise: for them, neither its row nor "
@@ -76,6 +80,7 @@ def privacy_section(
         "### Not covered by epsilon",
         "",
         *(f"- {text.format(unit=unit)}" for text in _NOT_COVERED),
+        *([f"- {_OF_BASE}"] if report["config"].get("model") else []),
         "",
     ]
 
@@ -208,8 +213,7 @@ def _statement(report: Mapping[str, Any], unit: str, weights: str) -> str:
 
 def _rows(report: Mapping[str, Any]) -> dict[str, str]:
     public = report["public"]
-    size = "treated as public, like the length of the longest unit"
-    size = "declared" if public["dataset_size_declared"] else size
+    size = "declared" if public["dataset_size_declared"] else "treated as public"
     lost = ", and {} more in its ledger, which a crash lost or earlier runs made"
     lost = lost.format(report["lost_steps"]) if report["lost_steps"] else ""
     of_all = " of all runs together" if (report.get("by_run") or {}).get("total") else ""

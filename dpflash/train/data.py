@@ -198,6 +198,7 @@ class ByteDocuments(Sequence[bytes]):
                 "evaluation, eval_data with other documents, or another eval_fraction",
                 training=train.num_units,
                 held_out=kept.num_units,
+                left_out=self.left_out,
             ) from None
         return train, kept
 

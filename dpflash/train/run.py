@@ -112,6 +112,7 @@ class TrainingRun:
         self.window_len = self._fitting_length(documents)
         team.parallel.check(replace(config, seq_len=self.window_len))
         self.num_units = corpus.train.num_units
+        self.num_held_out_units = corpus.held_out.num_units
         self.total_steps = config.num_steps(self.num_units)
         self._documents_at_once = corpus.train.documents_at_once(config.examples_per_unit)
         self.pack = pack_of(config, self.window_len)

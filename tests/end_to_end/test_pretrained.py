@@ -187,7 +187,7 @@ def test_what_a_trainer_wrote_is_exported_and_evaluated(trained, notes, tmp_path
     expected = trained.model.eval()(input_ids=tokens).logits
     for folder in (out, out / "checkpoint-2", tmp_path / "0"):
         assert torch.allclose(dpflash.load(folder)(input_ids=tokens).logits, expected, atol=1e-5)
-        words = ["evaluate", str(folder), "--data", str(notes), "--unit", "record", "--json"]
+        words = ["evaluate", str(folder), "--data", str(notes), "--json"]
         capsys.readouterr()
         assert main(words) == 0 and json.loads(capsys.readouterr().out)["documents"] == 60
 

@@ -38,6 +38,14 @@ def test_figures_are_those_of_the_cost_model(private):
     assert first.share == second.share == 0.5
 
 
+def test_matrices_without_a_plan_are_named(private):
+    model = Model()
+    model.second = nn.Conv1d(40, 40, 1)
+    plan = planned(private, model)
+    assert [use.parameter for use in plan] == ["first.weight"]
+    assert plan.unplanned == ("second.weight",) and "without a plan: second.weight\n" in str(plan)
+
+
 @pytest.mark.parametrize(
     ("options", "mode", "why"),
     [
