@@ -19,13 +19,13 @@ Phase = tuple[float, float, int]  # noise_multiplier, sample_rate, steps
 _T = TypeVar("_T")
 
 _APPEND = (
-    "Append releases of other code to the ledger before you make them, by dpflash.privacy.ledger."
+    "Append each release of other code to the ledger before it is made: dpflash.privacy.ledger."
     "Ledger(FILE).append(run='a name', event=..., accountant='contour', unit='sample'), with the "
-    "unit of its other lines, such as 'user: patient'"
+    "unit of the ledger's other lines, such as 'user: patient'"
 )
 _BY_NAME = (
-    "Pass the name of an accountant: an engine counts all releases of its ledger. Give engines "
-    f"whose releases add up the same ledger. {_APPEND}"
+    "Pass the name of an accountant: the engine then counts all releases of its ledger. Give the "
+    f"same ledger to all engines whose releases are counted together. {_APPEND}"
 )
 _ROUNDS = 64
 _FIRST_SLACK = 1e-9
@@ -43,7 +43,7 @@ class _Held(list[_T]):
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TypeError(
-            "the history of a PrivacyEngine's accountant is not changed in place: call "
+            "the history of a PrivacyEngine's accountant cannot be changed in place: call "
             "accountant.step(noise_multiplier=..., sample_rate=...), or assign a longer history, "
             "accountant.history += [...]"
         )
@@ -117,7 +117,7 @@ class Accountant(ABC):
         self._events = events
 
     def hold(self, *, ledger: str | None = None) -> None:
-        """Make later loads of a state, and assignments of a history, raise if they lack releases.
+        """From now on, raise if a loaded state or an assigned history lacks a counted release.
 
         An engine calls this method. With a ledger, releases are added only within `counting`, and
         no other engine may use this accountant, because the other engine's releases would be
@@ -136,7 +136,7 @@ class Accountant(ABC):
         if ledger is not None and (self._history or self._events):
             raise ValueError(
                 f"accountant={name!r} has counted releases before, and ledger={ledger!r} may lack "
-                f"these: another engine on it would report too small an epsilon. {_BY_NAME}"
+                f"these: epsilon of another engine on that ledger would be too small. {_BY_NAME}"
             )
         self._is_held, self._ledger = True, ledger
         # The caller may have kept the lists, and could change them.
@@ -153,7 +153,7 @@ class Accountant(ABC):
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
-        """Context manager to count a ledger's releases; an error undoes `hold` and the history."""
+        """Context manager to count a ledger's releases; an error undoes `hold` and the counts."""
         before = {**vars(self), "_is_held": False, "_ledger": None, "_history": [], "_events": []}
         try:
             yield
@@ -190,10 +190,10 @@ class Accountant(ABC):
         own = [(e.convert(relation or e.relation), count) for e, count in self._events]
         if any(given[key] < count for key, count in _counts(self._history, own).items()):
             raise ValueError(
-                f"{name} lacks releases that this accountant of a PrivacyEngine has counted. They "
-                "were made, so epsilon would be too small, even if the model is reset to earlier "
-                "weights. For the epsilon of an earlier state, load it into a new accountant; "
-                "to resume a run, load its checkpoint in a new engine, before its first release"
+                f"{name} lacks releases that this accountant of a PrivacyEngine has counted. "
+                "Without them epsilon would be too small, even if the model is reset to earlier "
+                "weights. To get epsilon of an earlier state, load it into a new accountant; to "
+                "resume a run, load its checkpoint in a new engine, before its first release"
             )
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
@@ -342,8 +342,8 @@ class Accountant(ABC):
         """Bound the advantage of a membership inference attack.
 
         Returns:
-            delta at epsilon 0, the total variation distance: of any attack, the true minus the
-            false positive rate is at most delta, and the accuracy at most (1 + delta) / 2.
+            delta at epsilon 0, which is the total variation distance. For every attack, the true
+            minus the false positive rate is at most delta, the accuracy at most (1 + delta) / 2.
 
         Source:
             Yeom et al. 2018, Definition 4; Kairouz, Oh, Viswanath 2015.
@@ -583,10 +583,10 @@ def with_failure(
     """Bound epsilon of a run that differs from the accounted run with a small probability.
 
     Let M be the accounted run (untruncated Poisson batches) and M' the actual run (truncated at a
-    cap), on neighboring datasets D and D'. Let both use the same random numbers. They are equal
-    as long as no batch exceeds the cap, so by a union bound over the steps their outputs differ
-    with probability at most m, the failure, on D and also on D'. So m bounds the total variation
-    distance, and for every set S of outputs
+    cap), on neighboring datasets D and D'. Let both use the same random numbers. M and M'
+    are equal as long as no batch exceeds the cap, so by a union bound over the steps the outputs
+    differ with probability at most m, the failure, on D and also on D'. So m bounds the total
+    variation distance, and for every set S of outputs
 
         P[M'(D) in S] <= P[M(D) in S] + m
                       <= e^eps P[M(D') in S] + delta_M(eps) + m
@@ -622,7 +622,7 @@ def _least_upper(
         room = delta - _cost(epsilon, failure)
         if room <= 0:
             return math.inf
-        # No epsilon between the last candidate and this one passes: the cost rises with epsilon.
+        # The cost rises with epsilon, so no epsilon between the last candidate and `least` passes.
         least = get_epsilon(room).upper
         if least == math.inf:
             return math.inf

@@ -9,9 +9,9 @@ under Q a mean of independent copies, and
 Both are convex in A, also in compositions, which multiply the A of their parts. So a law (a
 distribution of A) that is greater in convex order gives an upper bound, and a lesser law a lower
 bound. Splitting mass onto two values of A with the same mean makes a law greater. Merging mass at
-its mean makes it lesser; for these functions, leaving mass out does too. Means of independent laws
-keep the order. Laws are stored on a grid of log A. The law for n steps is computed by doubling
-the number of steps. All terms are positive, so nothing cancels, and both tails are precise.
+the mean makes a law lesser; for the two functions above, so does leaving mass out. Means of
+independent laws keep the order. Laws are stored on a grid of log A. The law for n steps is
+computed by doubling n. All terms are positive, so nothing cancels, and both tails are precise.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def law_of(noise: float, steps: int, is_upper: bool) -> Law:
 
 def _one_step(deviation: float, is_upper: bool) -> Law:
     """Return the law of R, whose logarithm is N(-deviation^2 / 2, deviation^2)."""
-    # Doubling n halves the A of a single large R. With this spacing it stays on the grid.
+    # Doubling n halves the A of a single large R: half of a grid value must be on the grid too.
     spacing = math.log(2) / max(1, math.ceil(math.log(2) / (_FINENESS * deviation)))
     width = spacing / deviation
     low = math.floor((-_REACH - deviation / 2) / width)
@@ -139,7 +139,7 @@ def _one_step(deviation: float, is_upper: bool) -> Law:
 
 
 def _mean(a: Law, b: Law, is_upper: bool) -> Law:
-    """Return the law of the mean over all steps of two independent laws with equal spacing."""
+    """Return the law of the mean over the steps of a and b, independent laws of equal spacing."""
     steps = a.steps + b.steps
     of_a, of_b, spacing = a.steps / steps, b.steps / steps, a.spacing
     # log A - log A_a depends on log A_b - log A_a only.
@@ -173,7 +173,7 @@ def _mean(a: Law, b: Law, is_upper: bool) -> Law:
         moment = found * np.exp(np.arange(begin, begin + size) * spacing)
     kept = np.flatnonzero(found > 0)
     places = kept + begin
-    # Where the A of one part is 0, the mean is split onto 0 and infinity.
+    # If A is 0 in a or in b, the mean is split onto 0 and infinity.
     zero = a.zero + b.zero
     infinite = of_a * (a.infinite + b.zero) + of_b * (b.infinite + a.zero)
     error = a.error + b.error + (len(a.mass) + len(b.mass) + 32) * _UNIT
@@ -181,7 +181,7 @@ def _mean(a: Law, b: Law, is_upper: bool) -> Law:
 
 
 def _columns(a: Law, b: Law, first: int) -> list[tuple[slice, float]]:
-    """Return the masses of b to pair with rows of a; if a is b, each pair once, with weight 2."""
+    """Return (slice of b, weight) to pair with rows of a; if a is b, (i, j) counts for (j, i)."""
     if a is not b:
         return [(slice(None), 1.0)]
     end = first + _ROWS

@@ -216,7 +216,7 @@ def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Bounds:
 
 
 def _largest_added_loss(pairs: Pairs) -> float:
-    """Return the supremum of an addition's loss: the output shows that the sample is absent."""
+    """Return the supremum of the loss for "add": the output then proves the sample's absence."""
     if any(pair.rate == 1 for pair, _ in pairs):
         return math.inf
     return -math.fsum(count * pair.log_absence for pair, count in pairs)
@@ -225,7 +225,7 @@ def _largest_added_loss(pairs: Pairs) -> float:
 def _first_significant_delta(
     axis: RealAxis, epsilon: float, delta: float
 ) -> tuple[float, float, float]:
-    """Return delta, its error and derivative, on the first contour where delta exceeds error."""
+    """Return delta, its error bound and derivative, from the first contour that resolves delta."""
     found = (math.nan, math.nan, math.nan)
     for contour in axis.contours(epsilon):
         found = integral_along(axis.pairs, contour, False).delta(epsilon)
@@ -263,7 +263,7 @@ def _epsilon_bounds(line: ContourIntegral, epsilon: float, delta: float) -> _Bou
 
 
 def _delta_of(pairs: Pairs, side: int, epsilon: float, *, enough: float | None = None) -> _Bounds:
-    """Return certified bounds of one direction's delta; an upper bound <= `enough` suffices."""
+    """Return certified bounds of one direction's delta; stop at an upper bound <= `enough`."""
     if side == ADD and epsilon >= _largest_added_loss(pairs):
         return _Bounds(0.0, 0.0)
     few = representatives(pairs)

@@ -83,7 +83,7 @@ def apex_of(side: int, k: int) -> float:
 
 
 def representatives(pairs: Pairs) -> Pairs:
-    """Return a few pairs that represent all pairs, by which a contour is chosen."""
+    """Return a few pairs that represent all pairs, for the choice of a contour."""
     if len(pairs) <= _FEW:
         return pairs
     groups = np.array_split(np.arange(len(pairs)), _FEW)
@@ -91,13 +91,13 @@ def representatives(pairs: Pairs) -> Pairs:
 
 
 def cut_probability(pairs: Pairs, cut: float | None) -> float:
-    """Bound the probability that a step's output is beyond `cut` (see `log_mgf`), times 2."""
+    """Bound twice the probability that some step's output is beyond `cut` (see `log_mgf`)."""
     return 0.0 if cut is None else 2 * sum(count for _, count in pairs) * float(ndtr(-cut))
 
 
 @lru_cache(maxsize=64)
 def _known_cumulants(*at: Any) -> dict[Pair, tuple[_Complex, _Real]]:
-    """Return the cache of single pairs' cumulants for these arguments of `_cumulants`."""
+    """Return the cache of single pairs' cumulants for given arguments of `_cumulants`."""
     return {}
 
 
@@ -159,7 +159,7 @@ class ContourIntegral:
         self._factors: dict[tuple[float, int, float], tuple[_Complex, _Complex]] = {}
 
     def delta(self, epsilon: float) -> tuple[float, float, float]:
-        """Return delta, a bound of its error (without edges only of rounding), its derivative."""
+        """Return delta, its error bound (without edges: of rounding only), and its derivative."""
         best = (math.nan, math.inf, math.nan)
         for level in range(_FINEST + 1 if self.edges else 1):
             value, slope, rounding, strip = self._sum(epsilon, level)
@@ -174,7 +174,7 @@ class ContourIntegral:
         return best
 
     def _sum(self, epsilon: float, level: int) -> tuple[float, float, float, float]:
-        """Return delta, its derivative, the error of rounding and of the end, the step's error."""
+        """Return delta, its derivative, its error by rounding and finite length, that by step."""
         step = self.contour.step(level)
         value = slope = rounding = strip = tail = largest = coarser = 0.0
         edge_open, peaks, edge_tails = [True, True], [0.0, 0.0], [0.0, 0.0]
@@ -204,7 +204,7 @@ class ContourIntegral:
             tail = _tail_bound(size[:end], largest, end < len(t), tail)
             behind = size[end:][size[end:] > 2 * noise[end:]]
             if behind.size and not float(behind.max()) < 1e-3 * largest:
-                # The integrand rises again: this is a gap, not the end.
+                # The integrand rises again: the terms after `end` were a gap, not the tail.
                 tail = math.inf
             if self.edges:
                 sides = self._edges(epsilon, piece, cumulant[len(t) :], error[len(t) :])
@@ -222,8 +222,8 @@ class ContourIntegral:
         # With a cut the noise is large: the loss has one scale, and no integrand rises again.
         if self.edges and math.isfinite(tail) and self.contour.cut is None:
             tail += self._remainder(epsilon, t[min(end, len(t) - 1)])
-        # The theorem also bounds the error with the doubled step. If that error is larger than
-        # its bound, the strip's integrals are not reliable.
+        # The theorem also bounds the error of the sum with twice the step. If the two sums differ
+        # by more than this bound, the strip's integrals are not reliable.
         exponent = 2 * math.pi * self.contour.shift / step
         allowed = 2 * strip / math.expm1(exponent / 2) + rounding + tail
         if self.edges and not abs(value - coarser) <= 2 * allowed:
@@ -298,7 +298,7 @@ def _count_significant(size: _Real, noise: _Real) -> int:
 def _tail_bound(size: _Real, largest: float, ends: bool, before: float) -> float:
     """Bound the integral beyond the last term, for terms that decay at least as fast as e^-t.
 
-    If float64's precision ends the terms before they decay, the bound is infinite.
+    If rounding errors exceed the terms before these have decayed, the bound is infinite.
     """
     last = float(size[-2:].max()) if len(size) else before
     return last if not ends or 0 < last < 1e-3 * largest else math.inf
@@ -423,7 +423,7 @@ class RealAxis:
 
 
 def _cut(delta: float, pairs: Pairs) -> float:
-    """Return the deviations beyond which outputs have a probability negligible against delta."""
+    """Return a number of standard deviations that outputs exceed with probability << delta."""
     steps = sum(count for _, count in pairs)
     needed = math.sqrt(2 * (math.log(steps) - math.log(max(delta, 1e-300)) + 35))
     return 4.0 * math.ceil(needed / 4)
@@ -441,7 +441,7 @@ def _chernoff_log_delta(cumulant: float, k: int, epsilon: float) -> float:
 
 
 def _upper_cumulant(pairs: Pairs, side: int, k: int, cut: float | None) -> tuple[int, float]:
-    """Return the largest tried k, at most this k, with finite K, and K plus its rounding error."""
+    """Lower k until K is finite; return that k, and K plus its rounding error (inf if none)."""
     for _ in range(_TRIES):
         order = np.array([apex_of(side, k) + 0j])
         found, errors = log_mgfs([pair for pair, _ in pairs], order, cut=cut, enough=_ENOUGH)

@@ -36,10 +36,10 @@ _DIGITS = 38.0  # nats: e^-38 is 3e-17
 _REAL_LINE_DIGITS = 33.0
 _NEGLIGIBLE = 70.0  # nats below the largest value of an integrand
 _FARTHEST = 60.0  # standard deviations within which an integrand is searched for
-_LARGEST_ANGLE = 0.6  # of a ray; below pi / 4 the Gaussian decays on the ray
+_LARGEST_ANGLE = 0.6  # of a ray; the Gaussian decays on rays of an angle below pi / 4
 _ANGLE_STEP = 0.15
 _MARGIN = 0.22  # angle between a ray and the one on which |e^(a l)| is constant
-_RAY_STEP = 2 * math.pi * _MARGIN / 34.0  # between nodes on a ray, for 34 nats
+_RAY_STEP = 2 * math.pi * _MARGIN / 34.0  # distance of nodes on a ray, for an error of e^-34
 _SPLIT = 1e-14  # error of M above which fewer orders are evaluated together
 _TOGETHER = 32  # orders evaluated together
 _PAIRS_TOGETHER = 64
@@ -215,7 +215,7 @@ def _real_paths(s: _Real, q: _Real, y: _Real) -> tuple[_Real, _Real]:
 
 
 class RoughCumulants:
-    """`rough_log_mgf` of some pairs; values that do not depend on the order are kept."""
+    """Computes `rough_log_mgf` of some pairs; caches values that do not depend on the order."""
 
     def __init__(self, pairs: tuple[Pair, ...]) -> None:
         self._pairs = pairs
@@ -282,8 +282,8 @@ def _angle(pair: Pair, orders: _Complex, cut: float | None) -> float:
 
 
 class _Window(NamedTuple):
-    angle: float  # of the ray; 0 for the real line
-    low: float  # of y
+    angle: float  # angle of the ray; 0 for the real line
+    low: float  # range of y
     high: float
     error: float  # approximate error of M by rounding and the ends; inf if there is no window
     lost: float  # bound of the integral above the window

@@ -56,9 +56,9 @@ def to_dp_event(
 
     Returns:
         A `dp_accounting.DpEvent`, for an accountant of the same neighboring relation:
-        ADD_OR_REMOVE_ONE for "add_remove", REPLACE_SPECIAL for "zero_out" (RdpAccountant
-        takes fixed sizes under REPLACE_ONE only, which costs the same), REPLACE_ONE for
-        "replace_one".
+        ADD_OR_REMOVE_ONE for "add_remove", REPLACE_SPECIAL for "zero_out", REPLACE_ONE for
+        "replace_one". For batches of fixed size, RdpAccountant supports only REPLACE_ONE, which
+        costs the same as REPLACE_SPECIAL.
 
     Raises:
         ValueError: source is neither an event nor an accountant, or an argument is missing.
@@ -92,16 +92,16 @@ def from_dp_event(
     """Convert a DpEvent of dp_accounting to an event for `Accountant.compose`.
 
     Args:
-        dp_event: a Gaussian event, also with Poisson sampling, truncated Poisson sampling or
-            sampling without replacement, a mixture of Gaussians with the sensitivities 0, ..., k
-            and binomial probabilities, or a composition of these. A NoOpDpEvent is converted to an
-            empty composition, a NonPrivateDpEvent to a Gaussian without noise.
+        dp_event: a Gaussian event (also with Poisson sampling, truncated Poisson sampling or
+            sampling without replacement); a mixture of Gaussians with the sensitivities 0, ..., k
+            and binomial probabilities; or a composition of such events. A NoOpDpEvent becomes an
+            empty composition, and a NonPrivateDpEvent a Gaussian without noise.
         neighboring_relation: the relation of the returned event.
         noise_relative_to: the interpretation of dp_event's noise_multipliers, "bound" or
             "sensitivity", see `to_dp_event`. Required under the same conditions.
 
     Returns:
-        The event. Several Gaussians on one Poisson batch are converted to one, which is exact.
+        The event. Several Gaussians on one Poisson batch become one, at exactly the same cost.
 
     Raises:
         ValueError: an event has no counterpart under neighboring_relation, or noise_relative_to
@@ -133,7 +133,7 @@ class _Writer:
         if kind is ShuffledGaussian and not self.shuffled:
             raise ValueError(
                 f"event={event!r}: dp_accounting has no event for a shuffled epoch; pass "
-                "shuffled_as_gaussian=True to write the one Gaussian that an epoch costs"
+                "shuffled_as_gaussian=True to convert the epoch to one Gaussian of equal cost"
             )
         if isinstance(event, Gaussian):
             return self._gaussian(event.noise_multiplier, event.relation == REPLACE_ONE)

@@ -20,8 +20,8 @@ from .pairs import Pair
 
 ADD_REMOVE, ZERO_OUT, REPLACE_ONE = "add_remove", "zero_out", "replace_one"
 RELATIONS = (ADD_REMOVE, ZERO_OUT, REPLACE_ONE)
-_MOST_EXAMPLES = 1000  # of a unit; an accountant's sums have one term for each example
-_LONGEST_BLOCK = 10**7  # steps of random allocation; longer blocks take too much memory
+_MOST_EXAMPLES = 1000  # of one unit, since an accountant's sums have one term for each example
+_LONGEST_BLOCK = 10**7  # steps of a block in random allocation; longer blocks take too much memory
 
 _Event = TypeVar("_Event", bound="Event")
 
@@ -257,8 +257,8 @@ class RandomAllocationGaussian(Event):
         may depend on earlier outputs. So all sums together are obtained, step by step, from one
         sample of the pair, scaled by the change, with noise added. Blocks are independent, so
         their pairs compose. The bound also holds for the sampler that draws k of all T steps
-        uniformly, without blocks: it has the same distribution as a random partition of the steps
-        into sets of these lengths, and the cost with a published partition is the same.
+        uniformly, without blocks: this sampler is the same as a random partition of the steps into
+        sets of these lengths, and with a published partition the cost is that of blocks.
 
     Source:
         Feldman and Shenfeld 2025, Privacy amplification by random allocation (arXiv 2502.08202);
@@ -460,7 +460,7 @@ def joint_noise_multiplier(noise_multipliers: Sequence[float]) -> float:
     least = min(noise_multipliers)
     if least == 0 or least == math.inf:
         return float(least)
-    # The ratios to the least keep all squares within float64's range.
+    # Dividing by the least multiplier keeps all squares within float64's range.
     return float(least / math.sqrt(math.fsum((least / s) ** 2 for s in noise_multipliers)))
 
 

@@ -67,7 +67,7 @@ class Mixture:
     def place(self, loss: _Real) -> _Real:
         """Return the output with this loss; -inf if no output has it.
 
-        Newton's method solves for log(f - p_0), which is convex, from the right.
+        Newton's method solves for log(f - p_0), a convex function of x, from a greater x.
         """
         loss = np.asarray(loss, dtype=np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -109,7 +109,7 @@ class Mixture:
         return np.asarray(8 + 2 * np.abs(self.log_p[j]))
 
     def loss_variance(self) -> float:
-        """Approximate the loss's variance: by chi-squared divergence or, if less, at rate 1."""
+        """Approximate the loss's variance: chi-squared divergence or, if less, value at rate 1."""
         whole = (self.examples / self.noise) ** 2
         j, log_p = np.arange(1, self.most + 1), self.log_p[1 : self.most + 1]
         exponent = np.outer(j, j) / self.noise**2
@@ -119,12 +119,12 @@ class Mixture:
         return min(whole + whole**2 / 4, chi_squared)
 
     def _in_parts(self, x: _Real, function: Callable[[_Real, _Real, _Real], Any]) -> Any:
-        """Apply `function` to j, x and log r_j [x, j], for j from 1 to the last that counts."""
+        """Apply `function` to j, x and log r_j [x, j], for j from 1 to the last not negligible."""
         flat = np.asarray(x, dtype=np.float64).reshape(-1)
         parts: list[Any] = []
         begin = 0
         while begin < len(flat) or not parts:
-            # Outputs mostly ascend, so the last j that counts increases too.
+            # Outputs mostly ascend, and so does the last j that is not negligible.
             last = self._last(float(flat[begin : begin + 256].max(initial=0.0)))
             end = begin + max(256, _AT_ONCE // last)
             part = flat[begin:end]

@@ -44,7 +44,7 @@ class PLDAccountant(Accountant):
     Source:
         Upper bound: Doroshenko, Ghazi, Kamath, Kumar, Manurangsi 2022, Connect the Dots. Lower
         bound: merging outputs is post-processing; cells are moved until losses lie on a grid.
-        Exponential tilting makes rounding relative to delta instead of to 1: Cramer 1938;
+        Exponential tilting (Cramer 1938) makes rounding errors relative to delta, not to 1.
         Koskela, Jaelkoe, Prediger, Honkela 2021 compose without tilting.
     """
 

@@ -20,7 +20,7 @@ from .pld_loss import Array, loss_distribution
 TOLERANCE = 3e-4  # target error of each bound, relative to epsilon
 _MOST_POINTS = 2**21
 _LOG_OUTSIDE = -24.0  # log of the tilted mass that may lie outside of the window
-_LEAST_LOG_DELTA = -650.0  # below it only closed-form bounds are used
+_LEAST_LOG_DELTA = -650.0  # if delta is lower, only closed-form bounds are used
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ _ORDERS: tuple[float, ...] = tuple(
 )
 _DIGITS = 42.0  # nats of accuracy of the quadrature: e^-42 is far below float64's rounding
 _REACH = 11.0  # standard deviations of the integrand that are covered on each side
-_SMALLEST_QUADRATURE_SIGMA = 0.05  # below it the number of nodes grows like 1 / sigma^2
+_SMALLEST_QUADRATURE_SIGMA = 0.05  # for a smaller sigma, nodes grow like 1 / sigma^2
 _SMALLEST_SIGMA, _LARGEST_SIGMA = 1e-100, 1e100  # sigma^2 stays within float64
 _SERIES_TERMS = 18
 _BLOCK = 200_000  # entries of one block of (order, node)

@@ -101,7 +101,7 @@ def document_borders(
 def multiplicity(case: Case) -> tuple[Multiplicity, bool]:
     """Return the case's `Multiplicity`, and whether it differs between heads.
 
-    FlexAttention's masks use it too. Adaptive has no multiplicity, since it depends on q and k.
+    FlexAttention's masks use this function too. Adaptive, which chooses by q and k, has no mask.
     """
     pattern, per_head = case.pattern, False
     seen: Multiplicity = _all_pairs

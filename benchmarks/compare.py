@@ -128,7 +128,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float 
     if unlike:
         raise Unusable(f"{'; '.join(unlike)}: measure both alike")
     if not all(found.get("complete", True) for found in (old, new)):
-        raise Unusable("a run was broken off, and missing rows may be slower; measure it again")
+        raise Unusable("a run was broken off, and rows that it lacks may be slower; measure again")
     turns = environments[0].get("versus")
     if turns != environments[1].get("versus"):
         turns = None

@@ -26,8 +26,8 @@ from dpflash.distributed.collectives import RankError
 _NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
 # Reason for exit code 1: a process that reaches the function would send the raised error.
 _NO_GUARD = (
-    " and without a result. Most likely it imported the script that started it, which began to "
-    'measure again; put what the script runs under `if __name__ == "__main__":`'
+    " and without a result. Most likely the process imported the script that started it, and so "
+    'began to measure again; put the calls of the script under `if __name__ == "__main__":`'
 )
 
 _SECONDS_TO_START = 120.0
@@ -89,8 +89,8 @@ def run_ranks(
     """Run ``function(place, **arguments)`` on ranks, each a fresh process; return all results.
 
     On "cpu" each rank has one thread and gloo, on "cuda" one GPU and nccl. `timeout` is in
-    seconds, after two minutes for the start. If a rank fails, all processes are ended and
-    OutOfMemory or Failed is raised.
+    seconds, after two minutes to start the processes. If a rank fails, all processes are ended
+    and OutOfMemory or Failed is raised.
     """
     found: dict[int, Any] = {}
     limit = _SECONDS_TO_START + timeout
@@ -165,7 +165,7 @@ def _received(pipe: Connection, process: Any) -> Any:
     except EOFError:
         process.join()
     if process.exitcode == -signal.SIGKILL:
-        return OutOfMemory("the system ended it, most likely for memory")
+        return OutOfMemory("the system ended the process, most likely because memory ran out")
     why = _NO_GUARD if process.exitcode == 1 else ""
     return Failed(f"its process ended with exit code {process.exitcode}{why}")
 

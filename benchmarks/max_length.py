@@ -30,11 +30,11 @@ SECTION = "max_length"
 CEILING = "the ceiling of the search"
 
 _HEADS, _HEAD_DIM = 8, 64
-# The size of the check in each process; windows and short segments leave out some pairs at it.
+# The size at which each process checks its variant: windows and short segments leave out pairs.
 _CHECKED_TOKENS, _CHECKED_HEADS = 3072, 2
 _WITHIN = 8  # the relative error of the longest T is at most 1 / _WITHIN
 _LEAST = 256
-# A call's time limit is the row's over this: a search makes a dozen calls, some beyond the limit.
+# A call may take 1 / _CALLS of the row's time limit, since a search makes a dozen calls or more.
 _CALLS = 24
 # Seconds for a process to start and to check a short sequence, in addition to its call.
 _SECONDS_AROUND = 10.0

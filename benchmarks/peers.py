@@ -43,7 +43,7 @@ def _sdpa(operator: str, case: Case) -> Run:
         raise Unsupported("another pattern: SDPA takes dense or causal attention only")
     if case.device != "cpu" and case.dtype == "float32":
         raise Unsupported("fp16 or bf16: this backend takes no fp32 on CUDA")
-    if case.device == "cpu":  # torch chooses flash there without a context, which takes time
+    if case.device == "cpu":  # without the context, which takes time, torch chooses flash
         return functools.partial(F.scaled_dot_product_attention, is_causal=case.pattern.causal)
     is_flash = operator == "sdpa-flash"
     backend = SDPBackend.FLASH_ATTENTION if is_flash else SDPBackend.CUDNN_ATTENTION

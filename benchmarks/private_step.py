@@ -97,7 +97,7 @@ def optimize_subject(
             "dtype": "bfloat16" if found.autocast else "float32",
             "clipping": found.clipping,
             "compiled": found.compiled,
-            # If the compiler failed, the last change says so.
+            # If the compiler failed, the last entry of `changes` gives the reason.
             "fell_back": found.changes[-1] if found.compiled != requested.compiled else None,
         }
 

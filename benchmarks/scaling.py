@@ -40,14 +40,14 @@ _PARTS = 4
 class Sizes:
     """Sizes of the suite "scaling"."""
 
-    attention: Mapping[str, int]  # pattern -> T in strong scaling; in weak scaling half per rank
+    attention: Mapping[str, int]  # pattern -> T in strong scaling; in weak T / 2 for each rank
     memory: Mapping[str, int]  # pattern -> T
     reported: Sequence[tuple[int, int]]  # (B, T) of a published table of dilated attention
     training: Sequence[TrainingCase]  # cases of strong scaling
 
 
 def _training_cases(batch: int, tokens: int, context: int, width: int) -> list[TrainingCase]:
-    """Return cases with `batch` samples (data parallel), and with one and two (context)."""
+    """Return data parallel cases, `batch` samples, and context parallel ones, 1 and 2 samples."""
     shapes = [("replicated", batch, tokens), ("fsdp2", batch, tokens)]
     shapes += [("context", 1, context), ("context", 2, context // 2)]
     return [TrainingCase(*shape, width=width) for shape in shapes]
@@ -93,7 +93,7 @@ class _Sections:
         request: Request,
         scaling: str = "strong",
     ) -> Iterator[Row]:
-        """Yield rows of cases, which take turns; in weak scaling their T counts per rank."""
+        """Yield rows of cases, which take turns; in weak scaling each rank has a case's T."""
         tokens = cases[0].tokens
         given: dict[str, Any] = {"tokens_alone": tokens}
         given["effort"] = None if section == "memory" else request.calls

@@ -57,7 +57,7 @@ class Statistics:
     """Statistics of the trials of one call, without trials beyond Tukey's fences."""
 
     median_ms: float
-    # The 95% interval of the median by order statistics; the range if there are fewer than 6.
+    # The 95% interval of the median by order statistics; the range of fewer than 6 trials.
     ci95_ms: tuple[float, float]
     cv: float | None  # standard deviation / mean; None for a single trial
     trials: int  # number of timed calls

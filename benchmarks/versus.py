@@ -5,8 +5,8 @@ turns (A B, B A, ...) on the same CPU and are timed by their process time on one
 slower machine or CPU slows both. A launch is a pair of fresh copies of these processes, on the
 next CPU. The layout of data in memory differs between launches, so the comparison counts launches,
 not rounds. All copies of a process share the layout of its code. This layout makes equal code
-differ by one to three percent, which the intervals do not cover: they contained the ratio 1 in 44
-of 60 rows of equal code, not in 95%. The threshold covers this difference.
+differ by one to three percent, which the 95% intervals do not cover: of 60 rows of equal code, the
+intervals of only 44 contained the ratio 1. The threshold covers this difference.
 
     dpflash bench versus OLD_CHECKOUT NEW_CHECKOUT --out DIR
 """

@@ -48,7 +48,7 @@ def attention_backward(
         out: tensors to write dq, dk and dv to, for instance views of one buffer; last stride 1.
 
     Raises:
-        ValueError: `out` together with `wide`, since `out` has a dtype.
+        ValueError: `out` together with `wide`: the dtype of `out` is that of the gradients.
     """
     if wide and out is not None:
         raise ValueError(

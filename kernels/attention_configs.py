@@ -24,7 +24,7 @@ class Config(NamedTuple):
 
     block_m: int  # rows of a tile (queries; keys for dkdv)
     block_n: int  # columns of a chunk
-    num_warps: int  # of a program
+    num_warps: int  # warps of a program
     num_stages: int  # depth of the software pipeline
 
 
@@ -87,5 +87,5 @@ def column(arch: str) -> str:
 
 
 def precision(hip: bool) -> str:
-    """Return Triton's input_precision of float32 products; three TF32 products are as accurate."""
+    """Return Triton's input_precision for float32 products; "tf32x3" is as accurate as "ieee"."""
     return "ieee" if hip else "tf32x3"

@@ -221,7 +221,7 @@ void forward_tile(const Problem& p, const Tile& tile, F* scratch) {
   }
 }
 
-// For each row of a tile, the sums over keys of ds, p, and the two times the distance.
+// For each row of a tile, sums over keys: of ds, of p, of ds * distance and of p * distance.
 template <class F>
 struct RowSums {
   std::array<double, kTile + kWidth<F>> ds{}, p{}, ds_far{}, p_far{};
@@ -264,7 +264,7 @@ void write_bias_grad(const Problem& p, const Keys& keys, const Rows& rows, const
   }
 }
 
-// Replaces the gradient of scores after the softcap by that of the scores before it.
+// Replaces the gradient of the scores after the softcap by that of the scores before the softcap.
 template <class F>
 void uncap(int keys, int vectors, const F* tangents, F* ds) {
   for (int v = 0; v < vectors; ++v) {

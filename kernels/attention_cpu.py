@@ -150,7 +150,7 @@ def _aligned(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class _RunGrads:
-    """Sums the gradients of the log multiplicities, for each head over the runs of its variant."""
+    """Gradients of the runs' log multiplicities; a head has entries for its variant's runs."""
 
     def __init__(self, graph: TileGraph, heads: torch.Size) -> None:
         side = graph.rows

@@ -203,7 +203,7 @@ def _launch_dkdv(
     """Write dk and dv; return their sums over tokens and their squared norms.
 
     If query heads of one key head use different variants, each query head has its own program.
-    The results are added afterwards, and squares are taken of the sum.
+    Results of these query heads are added afterwards, and norms are computed from the sums.
     """
     q, k, v, graph, scale = inputs.q, inputs.k, inputs.v, inputs.graph, inputs.scale
     slopes, key_range = inputs.slopes, inputs.key_range

@@ -57,7 +57,7 @@ def _store_sum(ptr, x, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.co
 
 @triton.jit
 def _squares(ptr, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """Return each row's sum of squares, after rounding as in `_store`; in fp64, as for 1e30^2."""
+    """Return each row's sum of squares of the stored values, in fp64: 1e30^2 overflows fp32."""
     stored = x.to(ptr.dtype.element_ty).to(tl.float64)
     if FIRST + WIDTH > D:
         dims = FIRST + tl.arange(0, WIDTH)

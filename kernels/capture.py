@@ -26,8 +26,8 @@ _kept: Kept | None = None
 class Kept:
     """Holds the tensors, besides those of the model, that kernels of a captured graph read.
 
-    It must live as long as the graph. The memory of its tables is allocated in a rehearsal, a run
-    of the code before its capture; the graph's own memory pool would reuse it for other results.
+    Keep this object as long as the graph. Tables get memory in a rehearsal, a run of the code
+    before the capture, since the graph's memory pool would reuse table memory for other results.
     """
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ class Kept:
         return self._is_current()
 
     def serves(self, device: torch.device) -> bool:
-        """Return whether a table on a device is this block's, not of a thread without capture."""
+        """Return whether a table is for this block, not for another thread without a capture."""
         is_cuda = device.type == "cuda" and not self._rehearses
         return not is_cuda or torch.cuda.is_current_stream_capturing()
 
     def place_of(self, table: Tensor, device: torch.device) -> Tensor:
-        """Return memory on the device for a table on the CPU, which `write` copies there.
+        """Return memory on the device for a table on the CPU; `write` copies the table there.
 
         Raises:
             RuntimeError: the rehearsal had other tables.

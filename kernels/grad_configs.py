@@ -23,7 +23,7 @@ class GradConfig(NamedTuple):
     block_m: int  # rows of a tile (outputs; tokens for gram)
     block_n: int  # columns of a tile (inputs; tokens for gram, then equal to block_m)
     block_k: int  # length of the reduction per step (tokens; inputs or outputs for gram)
-    num_warps: int  # of a program
+    num_warps: int  # warps of a program
     num_stages: int  # depth of the software pipeline
 
 

@@ -91,11 +91,11 @@ def grad_norm(
 
     "tile": computes H_i, with the kernel of `clipped_grad`.
 
-    "gram": computes ||G_i||^2 and adds bounds of the rounding errors: that of H_i, and that of the
-    products of tokens in fp32, see `_gram_rounding`. The latter is relative to `grad_magnitude`
-    squared: for orthogonal tokens and I + O = 2048 it is T 8e-5 of ||G_i||^2 in 16 bits and T
-    1.2e-4 in 32. If a sample's tokens nearly cancel, or products overflow, H_i is computed; the
-    device decides this.
+    "gram": computes ||G_i||^2, and adds a bound of the rounding error of H_i and a bound of the
+    rounding error of fp32 products of tokens (`_gram_rounding`). The second bound is relative to
+    `grad_magnitude` squared: for orthogonal tokens and I + O = 2048 it is T 8e-5 of ||G_i||^2 in
+    16 bits and T 1.2e-4 in 32 bits. If a sample's tokens nearly cancel, or products overflow, the
+    device computes H_i instead.
     """
     x, dy = _operands(x, dy)
     if spans is not None:
@@ -111,7 +111,7 @@ def products_are_separate(*dy: Tensor) -> bool:
 
 
 def _span_squares(x: Tensor, dy: Tensor, spans: Spans, form: str | None) -> Tensor:
-    """Return `grad_norm` of spans, in one launch per form; spans with another form are empty."""
+    """Return `grad_norm` of spans: one launch per form, with empty spans for other forms."""
     forms = [form or cheaper_norm(end - start, x, dy, fused=True) for start, end in spans]
     total = torch.zeros(len(spans), dtype=torch.float64, device=x.device)
     for each in set(forms):
@@ -156,7 +156,7 @@ def clip_reduce_all(
     grads, factors = [own.contiguous() for own in grads], factors.float().contiguous()
     dtype = torch.float32 if grid is None or noise is not None else torch.float64
     outs = into or [torch.empty(g.shape[1:], dtype=dtype, device=g.device) for g in grads]
-    # To a sum that is not on the grid, noise is added afterwards, to its fp32 value.
+    # Without a grid the sum is rounded to fp32 first, and noise is added afterwards.
     streams: list[NoiseStream | None] = [None] * len(grads)
     if noise is not None and grid is not None:
         streams = [stream if stream.std else None for stream in noise]
@@ -184,7 +184,7 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
     if into is None:
         into = torch.empty(batch, dtype=torch.float64, device=first.device)
     flat = [own.contiguous() for own in grads if own.numel()]
-    # Each sample's part is aligned to 16 bytes if it has a multiple of 16 elements.
+    # Each sample's part begins at 16 bytes if the parts have a multiple of 16 elements.
     counts = [own.numel() // batch for own in flat]
     kinds = [
         (own.dtype, own.data_ptr() % 16 == 0 and count % 16 == 0)
@@ -240,8 +240,8 @@ def embedding_per_sample_grad(
 def embedding_grad_norm(indices: Tensor, dy: Tensor, *, spans: Spans | None = None) -> Tensor:
     """See `reference.embedding_grad_norm`; tokens are sorted by row, with one program per row.
 
-    The result is an upper bound of the squared norm, in real arithmetic and of the gradient as
-    `embedding_clipped_grad` sums it: it includes the rounding errors of fp64.
+    The result includes the rounding errors of fp64. So it is an upper bound of the squared norm of
+    the exact gradient, and of the gradient that `embedding_clipped_grad` sums.
     """
     batch, tokens, width = dy.shape
     dy = _unit_stride(dy)
@@ -351,8 +351,8 @@ def _launch_products(
 ) -> Tensor:
     """Write sum_i c_i H_i to `out` or, without `out`, return each tile's part of ||H_i||^2.
 
-    Parts are written if c_i is not 0. Both calls have arguments of the same types, so they run the
-    same compiled kernel, and the norms are those of the H_i that are summed.
+    Parts are written if c_i is not 0. Calls with and without `out` have arguments of equal types,
+    so they run the same compiled kernel, and the norms are those of the H_i that are summed.
 
     Returns:
         [B, tiles], fp64; [0, tiles] with `out`.
@@ -617,7 +617,7 @@ def _config(kernel: Kernel, x: Tensor, dy: Tensor) -> GradConfig:
     if _INTERPRETED:
         return INTERPRETED
     sizes = table()[architecture(x.device)][entry(kernel, x.dtype)]
-    # For unaligned operands, only tiles of 128 x 128 were tried on a GPU.
+    # Unaligned operands get at most 128 columns: no wider tiles were tried on a GPU for them.
     return sizes if is_aligned(x, dy) else sizes._replace(block_n=min(128, sizes.block_n))
 
 

@@ -124,7 +124,7 @@ def _gram_tile(
 ):  # fmt: skip
     """Return ``z_s . z_t`` for the tokens s of one tile and t of another, fp32.
 
-    Columns are summed in runs, and then the runs' sums, so that fewer terms share each rounding.
+    Columns are summed in runs, then the sums of the runs: so each term is rounded less often.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_M], dtype=tl.float32)
     for run in range(0, width, RUN):
@@ -239,7 +239,7 @@ def _gram_bound_kernel(
         dy_sizes += dy
     size, x_size, dy_size = tl.sum(sizes, 0), tl.sum(x_sizes, 0), tl.sum(dy_sizes, 0)
     tokens = count.to(tl.float64)
-    # An underflowed product of inputs has an error times a product of outputs, and vice versa.
+    # The error of an underflowed product is multiplied by a product of the other operand's tokens.
     vanished = num_inputs * dy_size * dy_size + num_outputs * x_size * x_size
     rounding = as_fp64(rounding_bits) + tokens * tokens * 2.0**-52
     norm = tl.sqrt(total + rounding * size * size + _LEAST_NORMAL * vanished)
@@ -292,7 +292,7 @@ def _clipped_grad_kernel(
     No H_i is stored in memory. c_i is ``factors[i]``; if it is 0, H_i is not computed.
 
     With is_norm, a program has one sample, and writes the sum of squares of its tile of H_i,
-    [B, tiles]. Since both run the same compiled kernel, the norms are those of the summed H_i.
+    [B, tiles]. Norms and sums come from one compiled kernel, so the norms are of the summed H_i.
     """
     pid = tl.program_id(0)
     tile = pid % num_tiles
@@ -325,7 +325,7 @@ def _clipped_grad_kernel(
 
 @triton.jit
 def _plus_clipped(total, grad, factor, reciprocal, EXACT: tl.constexpr):
-    """Return ``total + factor grad`` in fp32; if EXACT, in grid steps in fp64, truncated."""
+    """Return ``total + factor grad`` in fp32; if EXACT, in fp64 grid steps, product truncated."""
     if EXACT:
         # Both products are exact: 24 bits times 24 bits, then times a power of two.
         steps = grad.to(tl.float64) * factor.to(tl.float64) * reciprocal
@@ -554,7 +554,7 @@ def _embedding_clipped_grad_kernel(
                 mask = theirs[:, None] & (columns < width)[None, :]
                 dy = tl.load(dy_ptr + offsets[:, None] + columns[None, :], mask=mask, other=0.0)
                 own += tl.sum(dy.to(tl.float64), 0)
-            # Tokens of samples may lie between tokens of no sample: skip one token of no sample.
+            # If the token belongs to no sample (such tokens may lie between samples), skip it.
             place += tl.where(sample < batch, tl.sum(theirs.to(tl.int32), 0), 1)
         total += own * factor
         tl.store(out_ptr + row * width + columns, total, mask=columns < width)

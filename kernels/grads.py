@@ -70,7 +70,7 @@ def per_sample_grad(
 
 @_documented_by(reference.span_sum)
 def span_sum(x: Tensor, spans: Spans) -> Tensor:
-    """See `reference.span_sum`; on a GPU its kernel takes fp64 too."""
+    """See `reference.span_sum`; the GPU's kernel takes fp64 too."""
     _check("x", x)
     _check_spans(spans, x.unsqueeze(0))
     return _backend(x, any_dtype=True).span_sum(x, spans)
@@ -154,7 +154,7 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
 def clip_factors(
     squared_norms: Tensor, bound: float, function: str = "hard", *, keep: Tensor | None = None
 ) -> Tensor:
-    """See `reference.clip_factors`; on a GPU its kernel takes the fp64 squares."""
+    """See `reference.clip_factors`; the GPU's kernel takes the fp64 squares."""
     _check("squared_norms", squared_norms, 1)
     squares = squared_norms.double()
     if keep is not None:

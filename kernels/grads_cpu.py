@@ -134,14 +134,14 @@ def clip_reduce_all(
 
 
 def _are_fused(noise: Sequence[NoiseStream], factors: Tensor) -> bool:
-    """Return whether one call of the kernel can add the noise of all these streams."""
+    """Return whether the C++ kernel can add this noise: std > 0, ChaCha20, and one release."""
     first = noise[0]
     fit = first.std > 0 and noise_cpu.serves(factors, first)
     return fit and all(stream.release == first.release for stream in noise)
 
 
 def _buffer(grads: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Allocate a tensor for the sum of each tensor of grads, adjacent in memory."""
+    """Allocate one tensor per tensor of grads, for its sum over samples; adjacent in memory."""
     shapes = [g.shape[1:] for g in grads]
     if len(shapes) == 1:  # not a view, since autograd refuses some in-place writes to views
         return [torch.empty(shapes[0], dtype=dtype, device="cpu")]

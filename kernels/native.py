@@ -299,7 +299,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _origin() -> bytes:
-    """Return the bytes that, with the options, determine a library, for its hash.
+    """Return the bytes to hash, with the options, for the name of a library in the cache.
 
     The compiler is included only if CXX names it, so a cached library runs without a compiler.
     """

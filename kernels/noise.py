@@ -1,8 +1,8 @@
 """Gaussian noise addressed by position: a pure function of (key, step, parameter, element).
 
-No noise is used twice, and it does not depend on the order of calls or on how a parameter is
-divided. The key and the address suffice to compute it again. Noise is an integer multiple of a
-public grid, rounded exactly, and is added to a sum on that grid before the result is rounded.
+No noise is used twice. Noise does not depend on the order of calls or on how a parameter is
+divided: the key and the address suffice to compute it again. Noise is a multiple of a public grid,
+rounded exactly, and is added to a sum on that grid before the result is rounded.
 A *release* is the noisy sum of one step over all parameters.
 """
 
@@ -243,7 +243,7 @@ class NoiseStream:
         refuse_capture("each replay would add the same noise")
         if self.offset + elements > _ELEMENTS[self.generator]:
             raise ValueError(
-                f"offset={self.offset!r}: with {elements} elements of out it leaves the stream's "
+                f"offset={self.offset!r}: {elements} elements of out end beyond the stream's "
                 f"{_ELEMENTS[self.generator]}; split the parameter over several parameter_ids"
             )
 

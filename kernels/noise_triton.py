@@ -184,8 +184,8 @@ def _quantiles(magnitudes, FAR: tl.constexpr):
 
     magnitudes: int64, above 0; without FAR at least 2^28, which is a tail of at least 2^-36.
 
-    RELATIVE_ERROR bounds the error: it allows the logarithm 8 units in the last bit (libdevice: 2)
-    and also holds with fused multiply-adds, which do not round a product before it is added.
+    The error is at most RELATIVE_ERROR if that of the logarithm is at most 8 units in the last
+    place (libdevice: 2), also with fused multiply-adds, which do not round the product.
     """
     r = tl.sqrt(-tl.log(magnitudes.to(tl.float64) * 2.0**-64))
     above, below = _polynomials(r - _TAIL_ORIGIN, _TAIL_ABOVE, _TAIL_BELOW)
@@ -193,7 +193,7 @@ def _quantiles(magnitudes, FAR: tl.constexpr):
         far_above, far_below = _polynomials(r - _FAR_FROM, _FAR_ABOVE, _FAR_BELOW)
         above = tl.where(r <= _FAR_FROM, above, far_above)
         below = tl.where(r <= _FAR_FROM, below, far_below)
-    # 1/2 - p from the integer, because near the median the rounding of p would lose it.
+    # Compute 1/2 - p from the integer: near the median, rounding p first would lose its digits.
     q = (magnitudes ^ _MAGNITUDE).to(tl.float64) * 2.0**-64
     s = _SPLIT_SQUARE - q * q
     center_above, center_below = _polynomials(s, _CENTER_ABOVE, _CENTER_BELOW)
@@ -461,16 +461,16 @@ def expected_capacity(elements: int, scale: float) -> int:
 def settle(lists: Sequence[OpenList]) -> bool:
     """Write the elements that kernels left undecided.
 
-    A kernel decides all elements except about one in 2^60 / scale, and `NoiseStream.settled` the
-    rest. Waits once for each device, and copies a list only if the CPU has to decide some of its
-    elements. If interrupted, it can be called again.
+    A kernel decides all elements except about one in 2^60 / scale, which `NoiseStream.settled`
+    decides. The function waits once for each device, and copies a list only if the CPU has to
+    decide some of its elements. After an interruption, call it again.
 
     Returns:
         Whether there were such elements.
 
     Raises:
-        RuntimeError: a kernel found more undecided elements than its list holds, which no correct
-            device does; these elements stay NaN.
+        RuntimeError: a kernel found more undecided elements than its list holds, so the device is
+            faulty; these elements stay NaN.
     """
     each = alike([found.entries.device for found in lists])
     groups = [[lists[i] for i in numbers] for numbers in each]
@@ -483,7 +483,7 @@ def settle(lists: Sequence[OpenList]) -> bool:
             if count > found.capacity:
                 raise RuntimeError(
                     f"more elements of noise are undecided on {found.entries.device} than can be: "
-                    "its arithmetic is wrong. Nothing may be released; add the noise on the CPU"
+                    "the device computes wrongly; do not release this sum, add noise on the CPU"
                 )
             was_any |= count > 0
             if left:
@@ -553,12 +553,12 @@ def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> None:
 
 
 def kind_of(stream: NoiseStream | None, *tensors: Tensor) -> tuple[object, ...]:
-    """Return a key that must be equal for all tensors of one launch, and their noise."""
+    """Return a key; tensors, each with its noise, may share a launch if their keys are equal."""
     of_noise = stream and (stream.offset % 8 == 0, stream.release, id(stream.unsettled))
     return (*(x.dtype for x in tensors), has_vectors(*tensors), of_noise)
 
 
 def settle_unless_kept(found: OpenList) -> None:
-    """Settle a list at once, unless `NoiseStream.unsettled` keeps it for later."""
+    """Settle a list at once, unless its streams have `unsettled`, a list for later settling."""
     if found.streams[0].unsettled is None:
         settle([found])

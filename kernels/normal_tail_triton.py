@@ -54,7 +54,7 @@ def tail_table(device: torch.device) -> Tensor:
 
 def reciprocal_words(scale: float) -> tuple[int, int, int]:
     """Return 32 / scale, rounded down, for `sides`: three words, the highest first."""
-    # For a scale of at most 1/20 no border k + 1/2 over the scale is below END.
+    # For a scale of at most 1/20 no border (k + 1/2) / scale is below END.
     above, below = max(scale, 0.05).as_integer_ratio()
     units = (NODES.value // 2 * below << _RECIPROCAL_BITS) // above
     return units >> 128, units >> 64 & _WORD, units & _WORD

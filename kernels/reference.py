@@ -32,7 +32,7 @@ _FUSED_CALL_ELEMENTS = 1 << 15
 _CHUNK = 1 << 18
 # Bounds the relative error in fp64 of a sum of <= 2^12 squared norms, a root, quotient, product.
 FP64_SLACK = 2.0**-40
-# A root times this factor is rounded down, also after later products with it.
+# A computed root times this factor is below the exact root, also after a few rounded products.
 ROOT_SLACK = 1.0 - 2.0**-50
 # A product over the tokens of all samples rounds by about 2^-24 of the sum of their magnitudes. If
 # the terms of a sample's tokens cancel by more than this factor, its product is done separately.

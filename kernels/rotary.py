@@ -37,9 +37,9 @@ def apply_rotary(
     """Rotate the coordinate pairs (j, D / 2 + j) of queries and keys, see `rotate`.
 
     A C++ kernel runs on a CPU, and one launch of a Triton kernel on a GPU. `rotate` runs instead
-    if there is no compiler or no Triton, for float16 on a CPU and float64 on a GPU, on other
-    devices, if operations are traced or transformed, and if autograd records a call with `out`.
-    Without `out` the result is differentiable any number of times.
+    in these cases: no compiler or no Triton; float16 on a CPU; float64 on a GPU; another device;
+    operations that are traced or transformed; a call with `out` that autograd records. Without
+    `out` the result is differentiable any number of times.
 
     Args:
         q: `[B, H, T, D]`; may be a view.

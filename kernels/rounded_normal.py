@@ -180,7 +180,7 @@ def _guess(p: int, bits: int, scale: float) -> int:
 
 def _borders_below(p: int, bits: int, scale: float, guess: int) -> int:
     """Count the k >= 0 with (k + 1/2) / scale < x, for the x with P(N > x) = p / 2^bits."""
-    # The result is the least k that is not below x, nearly always the guess or a neighbour.
+    # The result is the least k with (k + 1/2) / scale >= x, mostly the guess or a neighbour.
     low, high, stride = guess, guess, 1
     if _is_below(guess, p, bits, scale):
         low = guess + 1

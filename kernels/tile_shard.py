@@ -180,7 +180,7 @@ def _clean(rows: Tensor, columns: Tensor, band: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _runtime_side(side: Side, row_chunks: Sequence[Chunk], column_chunks: Sequence[Chunk]) -> Side:
-    """Restrict a run-time side to groups `[N, P]` and runs `[P, R, C]`; unseen have length 0."""
+    """Restrict a run-time side to groups `[N, P]` and runs `[P, R, C]`, some of length 0."""
     device = side.groups.device
     groups, runs = side.groups.long(), side.runs.long()
     rows, columns = _within(groups[:, :3], row_chunks), _within(runs[:, :3], column_chunks)

@@ -87,7 +87,7 @@ FIRST, RELEASES = 2, 40
 
 
 def measured(make: Callable[[], nn.Module], batch: int, tokens: int, steps: int) -> dict[str, Any]:
-    """Return the milliseconds of a step, and the fraction of them that each comparison takes."""
+    """Return the milliseconds of a step, and the fraction that each comparison takes of it."""
     engine, model, optimizer, loader = private(make, batch, tokens)
     batches = endless(loader)
     spent: dict[str, float] = {}

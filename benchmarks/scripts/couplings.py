@@ -1,4 +1,4 @@
-"""Loops and models that couple samples: a gradient depends on others with strength a, 0 to 1."""
+"""Loops and models in which a sample's gradient depends on other samples, with strength a <= 1."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OF_LOSSES = {
 
 
 def _normalized(x, a):
-    scores = _scores(x.detach().flatten(0, -2)).view_as(x)  # of all rows and tokens
+    scores = _scores(x.detach().flatten(0, -2)).view_as(x)  # scores over all rows and tokens
     return x + a * (scores - x.detach())
 
 

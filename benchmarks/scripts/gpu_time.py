@@ -210,7 +210,7 @@ def eager_and_graph(call: Step) -> dict[str, float]:
 
 
 def captured(calls: Step) -> Step:
-    """Return a function that replays a graph of the calls. Its noise repeats; no one uses it."""
+    """Return a function that replays a graph of the calls, with the same noise each time."""
     graph, kept, side = torch.cuda.CUDAGraph(), kernels.Kept(), torch.cuda.Stream()
     with mock.patch.object(noise, "refuse_capture", lambda reason: None):
         with torch.cuda.stream(side):
@@ -256,7 +256,7 @@ def attention(cases: Sequence[tuple[str, Any, int, int, Sequence[str]]]) -> Rows
 
 
 def vendors(cases: Sequence[tuple[bool, int, int]]) -> Rows:
-    """Yield times of every kernel for dense and causal calls, and whether its bits repeat."""
+    """Yield times of every kernel for dense and causal calls, and whether its results repeat."""
     for causal, head_dim, tokens in cases:
         shape = (8, 16, size(tokens), size(head_dim))
         q, k, v, do = (torch.randn(shape, device=DEVICE).to(getattr(torch, DTYPE)) for _ in "qkvo")
@@ -274,7 +274,7 @@ def vendors(cases: Sequence[tuple[bool, int, int]]) -> Rows:
             ("flex", "forward+backward", partial(flex_both, causal), (q, k, v, do), 14),
         ]
         for name in (vendor.OWN, vendor.CUDNN, vendor.FA4, vendor.FLASH, vendor.FA4_FAST):
-            if name not in (vendor.FLASH, vendor.FA4_FAST):  # these have only a backward
+            if name not in (vendor.FLASH, vendor.FA4_FAST):  # these two have only a backward
                 calls.append((name, "forward", partial(forward_by, name, inputs), (q, k, v), 4))
             calls.append((name, "backward", partial(backward_by, name, inputs), saved, 10))
         for name, direction, call, given, flops in calls:
@@ -283,7 +283,7 @@ def vendors(cases: Sequence[tuple[bool, int, int]]) -> Rows:
                 start = time.perf_counter()
                 call(*given)
                 synchronize()
-                found["first_ms"] = 1e3 * (time.perf_counter() - start)  # with plan and compiler
+                found["first_ms"] = 1e3 * (time.perf_counter() - start)  # including compilation
                 found |= eager_and_graph(partial(call, *given))
                 found["tflops"] = flops * pairs / found[KERNEL_TIME] / 1e9
                 yield found | bits_of(call, given)

@@ -2,12 +2,12 @@
 
     python benchmarks/scripts/opacus_tests.py --out benchmarks/results/opacus-tests.json
 
-The script changes the tests' training loop, so that a step is a release, and the arguments of
-`make_private`. `REASONS` explains failures by regular expressions that match their errors. A
-failure without a reason is listed under "unexplained", and the exit status is then 1. Hypothesis
-makes only two random examples. The classes "...HooksTest" are left out, since they repeat other
-tests with `wrap_model=False`, which has no meaning in dpflash. torchvision is not needed: its
-random images are made here, and tests of its models count as failed.
+The script changes two things in the tests: their training loop, in which a step becomes a release,
+and the arguments of `make_private`. `REASONS` explains failures by regular expressions that match
+their errors. A failure without a reason is listed under "unexplained", and the exit status is then
+1. Hypothesis makes only two random examples. The classes "...HooksTest" are left out: they repeat
+other tests with `wrap_model=False`, which has no meaning in dpflash. torchvision is not needed:
+its random images are made here, and tests of its models count as failed.
 """
 
 import argparse

@@ -129,7 +129,7 @@ def make_task(wheel: Path, packages: Path) -> Task:
     rows = torch.zeros(len(vocabulary) + 2, WIDTH)
     rows[2:] = table[torch.tensor(vocabulary), :WIDTH].float()
     private, test, public = (texts(splits[name]) for name in ("private", "test", "public"))
-    # If each text is a unit, half of the texts suffice: they are nine times as many as users.
+    # If each text is a unit, half of the texts suffice: nine times as many units as users.
     half = Texts(private.tokens[::2], private.labels[::2], private.maintainers[::2])
     about = {
         "wheel": wheel.name,
@@ -479,7 +479,7 @@ def make_runs(setting: Setting, *, task: Task, runs: Path) -> Setting:
 
 
 def settings() -> Iterator[Setting]:
-    """Yield all settings. opake has only frozen tables: its gradients of a table would not fit."""
+    """Yield all settings; in opake the table is frozen: its per-sample gradients would not fit."""
     for unit in UNITS:
         for tuning in TUNINGS:
             yield Setting(NONPRIVATE, unit, tuning, None)

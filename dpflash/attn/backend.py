@@ -56,8 +56,8 @@ def attention_backend(backend: str) -> AbstractContextManager[None]:
 
     The backend is set for the current thread. Functions under torch.compile use the backend that
     was set last by any thread. Activation checkpointing recomputes forwards in the backward,
-    outside of the with block: private models use the backend of the private model whose forward
-    ran last, other models the backend that is set at that time.
+    outside of the with block. A private model then uses the backend of the private model whose
+    forward ran last. Other models use the backend that is set during the backward.
     """
     _validate.one_of(backend=(backend, BACKENDS))
     return _chosen(backend)
@@ -81,7 +81,7 @@ def _chosen(backend: str, *, of_model: bool = False) -> Iterator[None]:
 
 @contextmanager
 def attention_backend_of_model(backend: str) -> Iterator[None]:
-    """Set the backend for a private model's forward, and for forwards recomputed later."""
+    """Set the backend for a private model's forward, and for its recomputation in a backward."""
     global _again
     _again = backend
     with _chosen(backend, of_model=True):

@@ -30,7 +30,7 @@ _key = master_key()
 
 
 def _new_key() -> None:
-    """Draw a new key in a forked process, so that it does not repeat its parent's noise."""
+    """Draw a new key in a forked process, so that the noise of the parent is not repeated."""
     global _key
     _key = master_key()
 
@@ -125,8 +125,8 @@ def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float
     Guarantees:
         The returned gradient is private if its receiver sees nothing else that depends on the
         data behind the loss. One backward is one Gaussian mechanism of noise multiplier sigma
-        under zero_out (one sample's loss is replaced by a loss whose gradient at its row is
-        zero), if row i depends on sample i alone. n backwards compose as n full Gaussian steps,
+        under zero_out (one sample's loss is replaced by a loss whose gradient at that sample's row
+        is zero), if row i depends on sample i alone. n backwards compose as n full Gaussian steps,
         whose epsilon `dpflash epsilon --sample-rate 1 --steps n` computes. Sampling does not
         amplify privacy: the rows show who is in the batch. The noise comes from ChaCha20, with a
         key from the operating system in each process, and never repeats.
@@ -159,8 +159,8 @@ def release_of(
     if torch.compiler.is_compiling():
         # A compiled graph would keep the release's number as a constant, and repeat its noise.
         raise RuntimeError(
-            "private_boundary inside of a compiled function: its noise would be compiled in; "
-            "compile the code before and after it separately"
+            "private_boundary inside of a compiled function: its noise would be compiled in, and "
+            "each call would repeat it; compile the code before and after the boundary separately"
         )
     off = _switch.off
     if off is not None:
@@ -206,7 +206,7 @@ def _release(
 def _clipped_and_noised(
     grad: Tensor, factors: Tensor, std: float, grid: float, step: int, number: int
 ) -> Tensor:
-    """Return ``c_i dx_i`` plus noise, both on the grid, rounded once to the gradient's dtype."""
+    """Return ``c_i dx_i``, truncated to the grid, plus noise, rounded once to grad's dtype."""
     weights = factors.double().view(-1, *[1] * (grad.ndim - 1))
     clipped = (grad.double() * weights).masked_fill(weights == 0, 0.0)
     clipped = truncated(clipped, grid).contiguous()

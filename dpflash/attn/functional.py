@@ -22,7 +22,7 @@ from .ops import ReleasedAttention, attend, is_eager
 
 _MAX_HEAD_DIM = 576
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_SHORT = 2**21  # multiplications of q k up to which torch's kernel may run
+_SHORT = 2**21  # largest number of multiplications in q k^T for which torch's kernel may run
 _DENSE = {False: Dense(causal=False), True: Dense(causal=True)}
 
 
@@ -133,10 +133,10 @@ def attention(
     Guarantees:
         Sample i of the result depends on sample i of q, k and v (and row i of key_padding_mask,
         sinks, alibi_slopes and position_bias) alone. Results are bitwise reproducible, except
-        gradients under ``attention_backend("fast")``. On a CPU, two types of dense calls without
-        further options run in torch's own `scaled_dot_product_attention`, whose last bits may
-        depend on the number of samples: one query without a gradient and, outside of private
-        models, one short sample (up to 2^21 multiplications). The backend "own" prevents this.
+        gradients under ``attention_backend("fast")``. On a CPU, torch's own
+        `scaled_dot_product_attention` computes dense calls without further options if there is one
+        query and no gradient or, outside of private models, one short sample (up to 2^21
+        multiplications). Then the last bits may depend on the number of samples, not with "own".
     """
     if not isinstance(q, Tensor) or torch.is_autocast_enabled(q.device.type):
         q, k, v = autocast(q), autocast(k), autocast(v)
@@ -166,7 +166,7 @@ def attention(
         if sinks is not None or alibi_slopes is not None or bias is not None:
             raise ValueError(
                 "boundary together with sinks, alibi_slopes or position_bias, whose gradients it "
-                "does not clip: train them with PrivacyEngine, or leave one of them out"
+                "does not clip: leave these three out, or use PrivacyEngine in place of boundary"
             )
         adaptive = pattern.inner if isinstance(pattern, WithinDocuments) else pattern
         if not isinstance(adaptive, Adaptive):
@@ -174,7 +174,7 @@ def attention(
                 release_of(boundary), q, k, v, key_padding_mask, pattern.key, scale, softcap
             )
             return (o, lse) if return_lse else o
-        # Gradients of the choice reach q and k too: the norm is known only after they are added.
+        # The choice of blocks adds to the gradients of q and k: only `cross` gets whole gradients.
         q, k, v = cross(boundary, q, k, v)
     if isinstance(pattern, WithinDocuments) and isinstance(pattern.inner, Adaptive):
         # Blocks are chosen within a document, from its own queries and keys.
@@ -210,7 +210,7 @@ def _runs_in_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     trains = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     alone = q.shape[2] == 1
     if trains or not alone:
-        # In private models no bit of a sample may depend on the number of samples.
+        # In private models no bit of a sample's result may depend on the number of samples.
         short = q.shape[0] == 1 and q.numel() * k.shape[2] <= _SHORT
         if not short or q.dtype not in (torch.float32, torch.float64) or is_in_private_model():
             return False
@@ -218,7 +218,7 @@ def _runs_in_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
         # which `is_in_private_model` is False: both must take the same kernel.
         if trains and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return False
-        # If queries are fewer than keys, torch's causal attention takes them as the first tokens.
+        # If queries are fewer than keys, torch's causal attention takes queries as first tokens.
         if causal and not alone and q.shape[2] != k.shape[2]:
             return False
     return current_backend() != OWN and is_eager((q, k, v))
@@ -317,10 +317,10 @@ def _bias(bias: object, q: Tensor, k: Tensor) -> Tensor:
         )
     dtype = torch.promote_types(q.dtype, torch.float32)
     if bias.dtype == torch.float64 and dtype != torch.float64:
-        # torch.finfo(torch.float64).min must stay finite: it does not mask a row's keys.
+        # A bias of torch.finfo(torch.float64).min masks no key, so it must not become -inf.
         finite = torch.finfo(dtype)
         bias = torch.where(bias.isinf(), bias, bias.clamp(finite.min, finite.max))
-    # Converted before expansion, so samples share one copy and gradients are summed unrounded.
+    # Convert before expanding: samples share one copy, and their gradients are summed unrounded.
     return bias.to(dtype).expand(shape)
 
 

@@ -93,7 +93,7 @@ class Attention(torch.autograd.Function):
         bias_grad = bias is not None and ctx.needs_input_grad[8]
         arguments = (do, dlse, o, lse, *tensors, *ctx.options, bias_grad)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            # The gradient is not differentiated; the compiler supports no node inside a node.
+            # Without grad mode a node is not needed; the compiler supports no node inside a node.
             grads = (_gradients if _is_plain(arguments) else _BACKWARD)(*arguments)
         else:
             grads = _AttentionBackward.apply(*arguments)
@@ -166,10 +166,10 @@ def attend(*inputs: Any, return_lse: bool) -> tuple[Tensor, Tensor]:
 
 
 class ReleasedAttention(torch.autograd.Function):
-    """`Attention` whose backward returns `release(grads, squares)` for q, k and v.
+    """`Attention` whose backward returns `release(grads, squares)`: clipped gradients plus noise.
 
     One node computes the norms and adds the noise, so no operation in between can change the
-    gradients. Without `setup_context`, torch.func raises instead of vectorizing the noise.
+    gradients. The node has no `setup_context`, so torch.func raises and does not vectorize noise.
     """
 
     @staticmethod
@@ -210,7 +210,7 @@ def graph_of(
     blocks: Tensor | None = None,
     gates: Tensor | None = None,
 ) -> TileGraph:
-    """Return a call's tile graph; an `Adaptive` pattern has chosen the blocks and gates."""
+    """Return a call's tile graph; `blocks` and `gates` are the choice of an `Adaptive` pattern."""
     queries, keys = q.shape[2], k.shape[2]
     if isinstance(pattern, Adaptive):
         assert blocks is not None and gates is not None

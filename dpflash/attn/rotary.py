@@ -17,7 +17,7 @@ from dpflash.kernels.capture import is_captured_by_others, kept_in_captures
 from dpflash.kernels.rotary import is_traced
 
 _BASE = 10_000.0
-# Maximum size of a cached table. A larger table takes little time compared to its attention.
+# Largest number of elements in a cached table. Attention takes far longer than a larger table.
 _MOST_ELEMENTS = 1 << 21
 
 
@@ -40,7 +40,7 @@ class Turns(NamedTuple):
     def of(cls, x: Tensor, head_dim: int) -> Turns:
         """Return the turns for the positions 0..T - 1 of x `[B, H, T, ...]`, cached by T."""
         tokens = x.shape[2]
-        # Selective checkpointing needs equal operations in a forward and in its recomputation.
+        # No cache then: selective checkpointing needs a recomputation to repeat all operations.
         is_watched = is_traced() or is_captured_by_others(x.device)
         if is_watched or tokens * head_dim > 2 * _MOST_ELEMENTS:
             return cls.at(torch.arange(tokens, device=x.device), head_dim, x.dtype)

@@ -66,7 +66,7 @@ class MultiheadAttention(nn.Module):
             attn_mask, floating-point key_padding_mask and dropout of weights are not supported.
         context_parallel: a DeviceMesh with a dimension "context", or a
             `dpflash.distributed.ContextParallel`. The inputs are then this rank's tokens, which
-            attend to the tokens of all ranks. Needs self-attention without masks and dropout of
+            attend to the tokens of all ranks. Needs self-attention, no masks and no dropout of
             weights, and all ranks must call the module together.
         self_attention: whether query, key and value are always the same tensor.
         rotary: apply rotary position embeddings; needs self-attention.
@@ -224,9 +224,9 @@ class MultiheadAttention(nn.Module):
             is_causal: query t attends to the keys 0..t only, in addition to the masks; unlike in
                 torch's module, no attn_mask is needed as well.
             cu_seqlens: borders of the documents that are packed into the batch, ``(0, end of the
-                first document, ..., B * T)``, where the rows of the batch form one sequence. Each
+                first document, ..., B * T)``: the rows, one after another, form one sequence. Each
                 token attends within its own document, and rotary positions count from the
-                document's first token. Needs self-attention without masks and dropout of weights.
+                document's first token. Needs self-attention, no masks and no dropout of weights.
                 With context_parallel the borders count the tokens of all ranks; sinks, slopes and
                 `Adaptive` patterns are then not supported.
             context: with context_parallel, the result of ``context_parallel.agree``, so that the
@@ -570,7 +570,7 @@ def _merge_masks(masks: list[Tensor], dtype: torch.dtype) -> Tensor | None:
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a boolean mask to one that is added to the scores, -inf where it is True."""
+    """Convert a boolean mask to a mask that is added to the scores: -inf in place of True."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)

@@ -208,8 +208,8 @@ class LongContextLM(nn.Module):
         Returns:
             `[B, T, V]`, logits; the logits at t depend on tokens 0..t of the same sample alone.
             With targets `[B]`, or one loss per document of `packed`: the cross-entropy of each
-            sample, see `losses.cross_entropy`. With context_parallel this is this rank's part
-            of the loss; the sum over the ranks is the loss.
+            sample, see `losses.cross_entropy`. With context_parallel each loss is this rank's
+            part; the loss is the sum over the ranks.
 
         Raises:
             ValueError: another shape or dtype, or a T above max_seq_len.

@@ -1,8 +1,8 @@
 """Builds the tables of a tile graph from arithmetic progressions of tokens or lists of blocks.
 
 Patterns list runs without regard to the band of causal attention. `make_graph` clips every run to
-the columns that some row of its group can reach, drops empty runs, and sets the limits of a band
-that exclude no pair to UNBOUNDED.
+the columns that some row of its group can reach, and drops empty runs. It sets a limit of the
+run's band to UNBOUNDED if the limit excludes no pair.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def tables(groups: ArrayLike, runs: ArrayLike) -> Tables:
 def make_graph(
     num_tokens: int, head_variants: Sequence[int], rows: Tables, cols: Tables, causal: bool
 ) -> TileGraph:
-    """Make the graph of both sides, clipped to the causal band if `causal`.
+    """Make the tile graph from `rows` (queries) and `cols` (keys), clipped to the causal band.
 
-    A pattern that is symmetric except for causality passes the same tables for both sides.
+    A pattern that is symmetric except for causality passes the same tables as `rows` and `cols`.
     """
     past = (0, UNBOUNDED) if causal else (-UNBOUNDED, UNBOUNDED)
     variants = torch.tensor(head_variants, dtype=torch.int32)

@@ -119,7 +119,7 @@ class Adaptive(Pattern):
         return torch.cat((own, others), dim=3).int(), gates
 
     def _top(self, q_means: Tensor, k_means: Tensor, softmax_scale: float) -> Tensor:
-        """Return the best blocks besides the own, `[B, H, n, K - 1]`, -1 if there are fewer."""
+        """Return the K - 1 best blocks, not the own, `[B, H, n, K - 1]`; -1 if there are fewer."""
         n = q_means.shape[2]
         kept = min(self.keep, n) - 1
         rows = max(1, _SCORES_AT_A_TIME // n)

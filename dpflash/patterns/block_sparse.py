@@ -38,12 +38,12 @@ class BlockSparse(Pattern):
         stride_blocks: the stride in blocks; 0 means no strided blocks.
         global_blocks: number of first blocks that see all blocks and are seen by all blocks.
         random_blocks: number of distinct blocks drawn for each head and block of queries, among
-            all n blocks or, if causal, among earlier blocks (all blocks if there are too few).
+            all n blocks or, if causal, among earlier blocks (all of these if there are fewer).
         seed: seed of the random blocks, which depend on seed, head, n and causal only; 0 or more.
         causal: no query sees a key later than its own position.
         block_lists: one list for each block of queries, with the indices of the blocks that it
             sees; either one such list of lists for all heads, or one for each head. A block of
-            queries may see no block. local_blocks to random_blocks must keep their defaults.
+            queries may see no block. Then local_blocks to random_blocks must keep their defaults.
 
     Raises:
         ValueError: an argument of the wrong type or range, block_lists together with rules, or

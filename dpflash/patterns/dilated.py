@@ -1,9 +1,9 @@
 """LongNet's dilated attention, with all branches in one softmax.
 
-A *branch* is a segment length with a dilation rate; `Dilated` defines which tokens are *live* in
-it. In an interval of tokens without a segment border of any branch, the tokens that are live in
-the same branches form residue classes, which are the groups of rows. Live keys of a branch are at
-multiples of its rate from a live token. Groups with equal relative columns share a list of runs.
+A *branch* is a segment length with a dilation rate; `Dilated` defines which tokens are *live* in a
+branch. Between neighboring segment borders (of any branch), the tokens that are live in the same
+branches form residue classes, the groups of rows. A live token sees keys at multiples of the rate
+from itself. Groups with equal columns, counted from their first rows, share a list of runs.
 
 Letters: T tokens, H heads, W segment length, r dilation rate, m multiplicity.
 """
@@ -147,7 +147,7 @@ def _tables(
 ) -> _builder.Tables:
     groups: list[tuple[int, int, int]] = []
     per_variant = []
-    # The distinct lists of segments, relative to their group's start; most groups share them.
+    # The distinct lists of segments, counted from the group's first row; most groups share a list.
     templates: dict[tuple[tuple[int, int, int], ...], int] = {}
     used = []
     for branches in variants:
@@ -185,7 +185,7 @@ def _row_groups(branches: tuple[_Branch, ...], num_tokens: int) -> list[_Group]:
     period = math.lcm(*rates)
     cuts = {cut for branch in branches for cut in range(0, num_tokens, branch.length)}
     groups: list[_Group] = []
-    # Groups that reach the cut, by the key of a progression that would continue them.
+    # Groups up to the cut, by (stride, residue, branches); an equal class may continue a group.
     reaching: dict[tuple[int, int, tuple[int, ...]], int] = {}
     for begin, end in pairwise(sorted(cuts | {num_tokens})):
         phases = tuple((b.offset - begin % b.length) % b.rate for b in branches)

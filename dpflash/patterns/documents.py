@@ -78,7 +78,7 @@ class Documents(OfDocuments):
 
 
 def within(documents: Documents, pattern: Pattern) -> Pattern:
-    """Return the pattern within each document; it is causal if one of the two is causal."""
+    """Return the pattern within each document, causal if `documents` or `pattern` is causal."""
     causal = documents.causal or pattern.causal
     if isinstance(pattern, Documents):
         if pattern.cu_seqlens[-1] != documents.cu_seqlens[-1]:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _SHADES = " .:+#"
 _TEXT_CELLS = 32
 _PLOT_CELLS = 512
-# Limits of the rows, and of the runs of these rows, that are examined for one picture. Each row of
-# cells examines at least one row.
+# Largest numbers of rows, and of runs in those rows, that are examined for one picture. At least
+# one row is examined for each line of cells.
 _ROWS = 4096
 _RUNS = 2**19
 _MOST_PANELS = 4

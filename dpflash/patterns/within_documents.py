@@ -91,7 +91,7 @@ class WithinDocuments(OfDocuments):
 
 
 class _Sides:
-    """Joins the sides of several documents into one; stores each document's begin and side."""
+    """Joins one side of each document's graph into a side of the whole sequence."""
 
     def __init__(self, documents: Sequence[tuple[int, Side]]) -> None:
         self._begins = [begin for begin, _ in documents]

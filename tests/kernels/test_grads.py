@@ -66,7 +66,7 @@ REFUSED = {
         "clip_reduce",
         (X, FACTORS),
         {"noise": END},
-        "with 20 elements of out it leaves the stream's 34359738368; split the parameter",
+        "20 elements of out end beyond the stream's 34359738368; split the parameter",
     ),
     "noise-on-another-grid": (
         "clip_reduce",

@@ -650,7 +650,7 @@ def test_an_engines_accountant_loses_no_release(sampling, has_ledger, private, t
     with pytest.raises(ValueError, match=f"{name} lacks releases"):
         setattr(accountant, name, [])
     for change in (held.clear, held.pop, held.reverse):
-        with pytest.raises(TypeError, match="not changed in place"):
+        with pytest.raises(TypeError, match="cannot be changed in place"):
             change()
     assert made[0].get_epsilon(DELTA) == after and isinstance(held, list)
     # A copy, and an accountant of its own, are free.
