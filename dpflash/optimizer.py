@@ -70,7 +70,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
     """
 
     no_copy = (
-        "its releases would have the same noise, without charge; copy state_dict() instead, or "
+        "a copy would release with the same noise, uncharged; copy state_dict() instead, or "
         "call engine.save_checkpoint(path) to continue later"
     )
     replaceable_methods = ("step",)
@@ -133,7 +133,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
     def loss_reduction(self) -> str | None:
         return self._loss_reduction
 
-    # Opacus' BatchMemoryManager and schedulers use these.
+    # Opacus' BatchMemoryManager and schedulers use the following methods.
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Declare whether the next `step` call ends a microbatch, but not the logical batch."""
@@ -151,7 +151,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Refuse GradScaler.step, which reads this: gradients of scaled losses were clipped."""
+        """Raise if GradScaler.step reads this: it would have scaled losses before clipping."""
         # Lightning reads this too, before it clips gradients.
         if not sys._getframe(1).f_globals["__name__"].startswith("torch."):
             return False
@@ -233,7 +233,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.original_optimizer.load_state_dict(state_dict)
-        self._is_resumed = True  # the state of plain SGD does not show whether it has stepped
+        self._is_resumed = True  # plain SGD's state does not show earlier steps
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise RuntimeError(
@@ -252,8 +252,8 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
             with self._step.noting_refusals():  # the loop may skip step() depending on a loss
                 raise PrivateRefusal(
                     "optimizer.zero_grad() between the last backward of a logical batch and "
-                    "optimizer.step() would drop the released gradient: call it after step(), and "
-                    "step() in each iteration, whatever the losses are"
+                    "optimizer.step() would drop the released gradient. Call zero_grad() after "
+                    "step(), and call step() in each iteration, whatever the losses are"
                 ) from None
         if self._is_last_step_skipped or self._step.tracker.is_within_draw:
             return
@@ -421,7 +421,7 @@ def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter
     if library is not None:
         raise ValueError(
             f"optimizer={type(optimizer).__name__} of {library}, which skips steps: pass the "
-            "optimizer that was prepared or set up, and prepare the objects of make_private"
+            "optimizer that it wraps, and prepare the objects that make_private returned"
         )
     if type(optimizer).__module__.startswith("opacus."):
         raise ValueError(

@@ -47,7 +47,7 @@ Refusal = Callable[[Tensor | None, object, Sequence[int | None]], str | None]
 
 
 class PrivateBackward:
-    """Runs the backward of a private model: chooses its mode, and checks it while the gates run.
+    """Runs the backward of a private model: chooses the mode, and checks gates while they run.
 
     Args:
         groups: the clipping groups.
@@ -66,7 +66,7 @@ class PrivateBackward:
         statistics: counts of clipped samples.
         rules: the objects and options that all gates share.
         wants_trials: whether this rank ran new code paths that the other ranks do not know of yet.
-        is_past_calls: whether the last losses were computed without calling the model itself.
+        is_past_calls: whether layers computed the last losses without a call of the whole model.
         attachment: the changes that make_private made to the model, see `Attachment`.
     """
 
@@ -191,7 +191,7 @@ class PrivateBackward:
 
     def _of_places(self, refusal: str | None) -> str | None:
         if refusal is not None and self.trial is not None:
-            # Restarted, so that a loop that catches the error gets it again.
+            # The trial restarts, so that a loop that catches this error gets the error again.
             self.trial.restart(refusal)
         return refusal
 
@@ -221,7 +221,7 @@ class PrivateBackward:
         self.step.end_backward()
 
     def record(self, losses: Tensor) -> bool:
-        """If the losses belong to a trial, run their backward for its watch, and return True."""
+        """If the losses belong to a trial, show their backward to its watch, and return True."""
         recording = self.recording
         if recording is None:
             return False
@@ -232,7 +232,7 @@ class PrivateBackward:
         return True
 
     def record_place(self, losses: Tensor) -> None:
-        """Watch the backward of losses whose samples are in other rows of the microbatch."""
+        """Watch a trial's backward whose samples were moved to other rows of the microbatch."""
         assert self.place_trial is not None
         if losses.requires_grad and (losses.ndim or not self.place_trial.take_scalar(losses)):
             self._differentiate_places([losses], [self._seed(losses)])
@@ -246,13 +246,13 @@ class PrivateBackward:
         try:
             with self.only_watched(watch), self.place_trial.evaluating():
                 could_run = differentiate(self, outputs, grads, watch, keeps_graph=False)
-        except CheckpointError:  # a recomputed function ran its dropout differently
+        except CheckpointError:  # recomputed dropout drew other values
             could_run = False
         if not could_run:
             watch.values.clear()
 
     def record_row(self, loss: Tensor) -> None:
-        """Do as `record`, for the loss `[1]` of one row of a batch that runs row by row."""
+        """Like `record`, for the loss `[1]` of a row if the loop calls the model row by row."""
         if self.recording is not None:
             self.step.begin_trial()
             watch = self.recording.watch_row()
@@ -260,7 +260,7 @@ class PrivateBackward:
                 self.recording.rows[-1] = None
 
     def _is_seen(self, losses: Tensor, watch: WatchedRows) -> bool:
-        """Run a backward for this watch only; return whether it could run."""
+        """Show a backward to this watch alone; return whether the backward could run."""
         with self.only_watched(watch):
             seeds = [self._seed(losses)]
             return differentiate(self, [losses], seeds, watch, keeps_graph=False)
@@ -333,10 +333,10 @@ class PrivateBackward:
             proving: whether this rank would run an isolation test of this batch.
 
         Returns:
-            twice and proving, each combined over the ranks by OR.
+            (twice, proving), each True if it is True on some rank.
 
         Raises:
-            ValueError: on all ranks, if they differ; the message names the difference.
+            ValueError: on all ranks, if the backwards differ; the message names the difference.
             RuntimeError: on all ranks, if the model changed a value that is never released.
         """
         ranks, group = self.ranks, self.meeting
@@ -382,8 +382,8 @@ class PrivateBackward:
             self.trial.schedule.try_next()
 
     def _backward_twice(self, losses: Tensor, seed: Tensor, gate: Gate) -> None:
-        # Both backwards run the same computation; in the second one the gate applies the factors.
-        # Weighting the losses instead would change the rounding of every layer, beyond the bound.
+        # The second backward repeats the first one, and the gates multiply by the factors there.
+        # If losses were weighted instead, every layer would round differently, beyond the bound.
         first = FirstBackward(gate.device)
         self._run = BackwardRun("norms", (*self._run.watches, first))
         (handles,) = self.forward.state.handles.values()
@@ -433,11 +433,11 @@ class PrivateBackward:
         self._rest()
 
     def expect_scalar(self, outputs: Any, size: int, inputs: Sequence[Tensor]) -> Any:
-        """Return the model's outputs, wrapped for the isolation test if the loss may be scalar."""
+        """Return the outputs; for a scalar loss, the isolation test will see their gradient."""
         if self.loss_reduction is None or not self.proof.is_on:
             return outputs
         if self.place_trial is not None and self.place_trial.is_running:
-            # The backward must not end at the outputs if the loop needs gradients of inputs, as
+            # The backward must go on past the outputs if the loop needs gradients of inputs, as
             # FGSM does, or if FSDP2 gathers parameters when the output's gradient arrives.
             goes_on = self.step.sums.is_sharded or any(x.requires_grad for x in inputs)
             return outputs if goes_on else self.place_trial.ends_at(outputs)
@@ -447,7 +447,7 @@ class PrivateBackward:
         return self.proof.wants_backward(self.forward.state.used, size)
 
     def _prove(self, outputs: Sequence[Tensor], seeds: Sequence[Tensor], size: int) -> None:
-        """Run a backward that is only compared with the training backward that follows."""
+        """Run an additional backward, with which the training backward will be compared."""
         watch = self.proof.prove(self, outputs, seeds, size, self.step.rows.mask_of(size))
         if watch is not None:
             places = self.place_trial
@@ -455,7 +455,7 @@ class PrivateBackward:
             self._run = BackwardRun(watches=(watch, *own))
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
-        """Test the batch with the rows of a scalar loss's gradient; see `ProvableBackward`."""
+        """Test the batch of a scalar loss, from its gradient's rows; see `ProvableBackward`."""
         if self._expected_size is not None:
             return  # Losses [B] are weighted one by one instead, in `_prove`.
         with self.step.dropping():

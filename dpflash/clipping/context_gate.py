@@ -76,7 +76,7 @@ class ContextGate(Gate):
         """Save per-sample gradients of this rank's tokens until they fill a bundle."""
         self._wait(position, grad)
         self._uses[position] += 1
-        # A parameter's gradients are sent after the gradients of all its uses are added.
+        # A parameter is ready once the gradients of all calls of its layer are added.
         all_uses = {i: len(self.shapes[i]) for i in self._waiting if i not in self._dense}
         ready = [i for i, count in all_uses.items() if self._uses[i] == count]
         if sum(self._waiting[i].nbytes for i in ready) >= collectives.BUNDLE_BYTES:
@@ -121,7 +121,7 @@ class ContextGate(Gate):
         self.squares = squares if self.squares is None else self.squares + squares
 
     def _settle(self, grads: Sequence[Tensor | None]) -> None:
-        """Exchange waiting gradients and those of the handles, once; missing ones count as zeros.
+        """Exchange the waiting gradients and the handles' gradients once; None counts as zeros.
 
         Raises:
             RuntimeError: ranks exchanged gradients of different parameters.

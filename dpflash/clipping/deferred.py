@@ -29,7 +29,7 @@ from dpflash.kernels.reference import HARMLESS_CANCELLATION, LARGEST_TERMS, PROD
 from ..packing.pack import EXACT_ALIGN
 from ..packing.units import Units
 
-# A sample with a smaller clipping factor, near the end of fp32's range, is multiplied separately.
+# A sample with a smaller clipping factor, close to fp32's least, is multiplied separately.
 _LEAST_SHARED_FACTOR = 2.0**-90
 # Rounding of the sum of two separately clipped fp32 sums, relative to their sizes.
 _SUM_OF_TWO = 2.0**-22
@@ -48,13 +48,13 @@ class TiledUse(Protocol):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether each tile is one row of one sample, and G is 0 elsewhere; else tiles cover G."""
+        """True: each tile is one row of one sample, and G is 0 elsewhere. False: tiles cover G."""
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """Yield (samples, rows) of at least one tile; tiles fit into memory and do not overlap."""
 
     def grad(self, samples: slice, rows: slice) -> Tensor:
-        """Return G_i of a tile, [samples, rows, ...], fp32 or wider, the same bits each time."""
+        """Return G_i of a tile, [samples, rows, ...], fp32 or wider, equal bits in all calls."""
 
 
 class Use(NamedTuple):
@@ -83,8 +83,8 @@ class Share(NamedTuple):
 class DeferredGradients:
     """The saved tensors of one matrix parameter. Its G_i is the sum over its applications.
 
-    If one application is tiled, the others are computed tile by tile too, so that the norm of each
-    tile includes the cross terms.
+    If one application is tiled, the other applications are computed tile by tile too, so that
+    the norm of each tile includes the cross terms.
 
     Attributes:
         rows: number of rows of the parameter.
@@ -93,8 +93,8 @@ class DeferredGradients:
         tiled: applications that recompute their gradient.
         units: set if samples are not rows. The tensors of linear layers and look-ups are then
             `[1, n, ...]`, with the entries of all samples, and B is the number of units.
-        cancelling: [B], bool: whether a sample's norm is computed from its own product. None
-            before norms are computed, or if no norm comes from a product over all samples.
+        cancelling: [B], bool: whether a sample's terms nearly cancel, so that its norm comes from
+            its own product. None before norms are computed, or if every norm does so.
     """
 
     rows: int
@@ -113,7 +113,7 @@ class DeferredGradients:
     @property
     def is_separate(self) -> bool:
         """Whether the sum multiplies each sample separately, so that `squares` bounds its norm."""
-        # With units each application is a product by itself; their sum rounds unlike one product.
+        # With units, the sum adds one product per application; norms are of one joined product.
         are_joined = self.units is None or max(len(self.linear), len(self.embedding)) < 2
         uses = [*self.linear, *self.embedding]
         return not self.tiled and are_joined and products_are_separate(*(dy for _, dy in uses))
@@ -199,8 +199,8 @@ class DeferredGradients:
             if total is None or linear is None:
                 return of_use
             inner = _inner(embedding, linear)
-            # `inner` takes the head's product as exact, but the norms or the sum use a rounded
-            # product. The result is at most the product of both norms (Cauchy-Schwarz).
+            # `inner` uses the head's exact product, but the norms or the sum use a rounded one.
+            # The inner product is at most the product of both norms (Cauchy-Schwarz).
             head = DeferredGradients(self.rows, linear=self.linear, units=self.units)
             error = head.rounding() * head.sizes()
             inner = inner + ((of_use if self.is_separate else total).sqrt() + error) * error
@@ -219,7 +219,7 @@ class DeferredGradients:
         return self._magnitudes
 
     def rounding(self) -> float | Tensor:
-        """Bound the rounding of a product over the tokens, relative to its terms' magnitudes."""
+        """Bound the rounding error of a product over tokens, as a fraction of its `sizes`."""
         uses = [*self.linear, *self.embedding]
         # Two is added for the Gram form in fp64: it rounds by (I + O + T^2) 2^-46 of the sizes,
         # and norms are at least 1/256 of the sizes.
@@ -231,7 +231,6 @@ class DeferredGradients:
         return (_numbers_of_tokens(spans, uses[0][1].device) + 2) * of_token
 
     def _sample(self, i: int) -> DeferredGradients:
-        """Return the saved tensors of one sample."""
         return DeferredGradients(
             self.rows,
             linear=[self._of(slice(i, i + 1), *use) for use in self.linear],
@@ -259,7 +258,7 @@ class DeferredGradients:
         return _side_by_side(uses, self.units)
 
     def _of(self, samples: slice, first: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the saved tensors of some samples; of one sample only, if samples are units."""
+        """Return the saved tensors of some samples; with units, `samples` must be one sample."""
         if self.units is None:
             return first[samples], dy[samples]
         own = self.units.entries(samples.start, dy.shape[1])
@@ -270,7 +269,7 @@ class DeferredGradients:
         covering = next((use for use in self.tiled if not use.is_sparse), None)
         assert covering is not None or not (self.linear or self.embedding)
         uses = self.tiled if covering is None else [covering]
-        # The union of all tiles: a row of a sample may occur in only one of several sparse uses.
+        # The union of all tiles, since a row of a sample may be a tile of one sparse use alone.
         tiles = {
             (samples.start, samples.stop, rows.start, rows.stop): (samples, rows)
             for use in uses
@@ -291,12 +290,12 @@ class DeferredGradients:
 def squared_norms(
     kept: Collection[DeferredGradients], others: Sequence[Tensor | None] | None = None
 ) -> list[Tensor]:
-    """Return upper bounds [B] whose sum bounds the sum of all ||G_i||^2, cross terms included.
+    """Return tensors [B] whose sum is at least the sum of ||G_i||^2 over the parameters.
 
-    If samples are multiplied separately, the bounds are their norms. Otherwise a product over T
+    For samples that are multiplied separately, it is this sum itself. Otherwise a product over T
     tokens rounds by at most T 2^-24 of the sum of its terms' magnitudes, and this is added to the
     norm. If a sample's tokens nearly cancel, the sample is multiplied separately, as in mode
-    "instantiate", and its norm comes from its own G_i; this waits for the device once.
+    "instantiate", and its norm comes from its own G_i. Finding these samples waits for the device.
 
     Args:
         kept: the saved tensors of each parameter, of one batch.
@@ -316,7 +315,7 @@ def squared_norms(
     norms = torch.stack([one.squares() for one in plain]).clamp_(min=0).sqrt_()
     sizes = torch.stack([one.sizes() for one in plain])
     squares = (norms + _roundings(plain, norms.device) * sizes).square()
-    # Sums of large terms may overflow in fp32 although norms from the Gram form are finite.
+    # A norm may be finite in the Gram form although the sum of its large terms overflows fp32.
     cancelling = (sizes > HARMLESS_CANCELLATION * norms) | (sizes >= LARGEST_TERMS)
     for one, own in zip(plain, cancelling, strict=True):
         one.cancelling = own
@@ -327,7 +326,7 @@ def squared_norms(
 
 
 def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -> list[Share]:
-    """Choose which samples are multiplied together; waits for the device unless `is_separate`.
+    """Choose which samples share one product; waits for the device unless all `is_separate`.
 
     A sample is multiplied separately if a product of all samples would round its term too
     coarsely, or if its norm comes from its own product. The norms of the other samples include the
@@ -361,7 +360,7 @@ def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -
 
 
 def _roundings(kept: Sequence[DeferredGradients], device: torch.device) -> Tensor:
-    """Return the relative rounding of each of K products: [K, 1], or [K, B] with units."""
+    """Return `rounding()` of each of K parameters: [K, 1], or [K, B] with units."""
     found = [one.rounding() for one in kept]
     tensors = [rounding for rounding in found if isinstance(rounding, Tensor)]
     if tensors:
@@ -380,7 +379,7 @@ def _rows_of_embedding(indices: Tensor, dy: Tensor, rows: slice) -> Tensor:
 def _side_by_side(uses: list[tuple[Tensor, Tensor]], units: Units) -> Use:
     """Join applications on units into one, in which the entries of each unit are consecutive.
 
-    Each unit begins at a multiple of `EXACT_ALIGN`, where a product's start changes no bits.
+    Each unit begins at a multiple of `EXACT_ALIGN`: starting a product there changes no bits.
     """
     spans = [units.spans_of(dy.shape[1]) for _, dy in uses]
     own = list(zip(*spans, strict=True))  # for each unit, its span in each use
@@ -422,6 +421,6 @@ def _inner(embedding: Use, linear: Use) -> Tensor:
 
 
 def _magnitudes_of_tokens(x: Tensor | None, dy: Tensor) -> Tensor:
-    """Return the size of each token's term `[B, T]`, fp64: ||x_t|| ||dy_t||, or ||dy_t||."""
+    """Return each token's ||x_t|| ||dy_t||, or ||dy_t|| if x is None, `[B, T]`, fp64."""
     sizes = torch.linalg.vector_norm(dy, dim=2, dtype=torch.float64)
     return sizes if x is None else sizes * torch.linalg.vector_norm(x, dim=2, dtype=torch.float64)

@@ -38,7 +38,7 @@ class Ceilings:
     launch: float = 0.0
 
     def rate(self, dtype: str) -> float:
-        """Return the FLOP/s of products in a dtype; "tf32x3": float32 as three TF32 products."""
+        """Return FLOP/s of products in a dtype; "tf32x3" is float32 by three TF32 products."""
         if dtype in self.flops:
             return self.flops[dtype]
         if dtype == "tf32x3" and "tf32" in self.flops:
@@ -49,7 +49,7 @@ class Ceilings:
         return f"{self.name} ({self.source})"
 
 
-# Only ratios matter. These are nominal for one core of a server with vector instructions.
+# Nominal for one core of a server with vector instructions; only the figures' ratios matter.
 CPU_RULE = Ceilings({"float32": 1.5e11}, 2.0e10, launch=3e-6, name="CPU", source="nominal")
 _GPU_LAUNCH = 5e-6
 
@@ -105,7 +105,7 @@ def ceilings_for(device: torch.device) -> Ceilings:
 
 
 def reached_ceilings(name: str) -> Ceilings:
-    """Return the speed that steps reach: measured on "h100", derived from it for "a100"."""
+    """Return the speed that steps reach on "h100", as measured, or "a100", as derived from it."""
     sheet = {"h100": "H100", "a100": "A100-SXM4-80GB"}[name]
     _, (_, single, tf32, half), bandwidth = next(row for row in _DATA_SHEETS if row[0] == sheet)
     part = _REACHED["flops"]

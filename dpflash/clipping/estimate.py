@@ -93,7 +93,7 @@ class _Use(torch.autograd.Function):
 
 @dataclass
 class _Gates:
-    """Stands in for the gates of a private step: keeps the tensors that they keep."""
+    """Stands in for the gates of a private step: keeps the tensors that the gates would keep."""
 
     tape: Tape
     model: nn.Module
@@ -236,7 +236,7 @@ class _Gates:
         ceilings = self.tape.ceilings
         for parameter, shapes in self.shapes.items():
             mode = self.modes[parameter]
-            # The time of ghost clipping's second backward is counted already: it was run.
+            # Ghost clipping's second backward was run on the tape, so its time is counted already.
             known = cost(shapes, "book_keeping" if mode == "ghost" else mode, ceilings)
             self.tape.seconds += known.seconds
         self.tape.add(Work(launches=_LAUNCHES * len(self.trained)))

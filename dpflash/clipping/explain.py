@@ -17,7 +17,7 @@ from .planner import LinearShape, cost
 _LEGEND = """\
 mode: the grad_sample_mode. sum: exact, or rounded in float32. +MFLOP, +MiB: operations, and bytes
   read and written, beyond a non-private backward. kept MiB: memory until gradients are clipped.
-  time: part of the predicted {milliseconds:.3g} ms. why: the other mode's time over this mode's;
+  time: part of the predicted {milliseconds:.3g} ms. why: the other mode's time / this mode's;
   norms use T x T products (gram), per-sample gradients (tile) or rows of tokens (rows)"""
 
 
@@ -40,7 +40,7 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class ClippingGroups:
-    """All clipping groups. One sample changes all sums together by at most `sensitivity` (L2)."""
+    """All clipping groups. One sample changes all their sums by at most `sensitivity` (L2)."""
 
     groups: tuple[GroupInfo, ...]
     sensitivity: float

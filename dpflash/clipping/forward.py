@@ -47,7 +47,7 @@ class _Call:
         sizes: first dimensions of the tensors that were passed to the model.
         batch_size: batch size found from the input of the first private operation.
         first: name of the module with that operation.
-        begins_with_indices: whether the input of that operation was indices.
+        begins_with_indices: whether the first private operation's input was indices.
         flattened: modules whose input has one row per token, in the order of the samples.
         shared: modules whose input has a single row for all samples, in the order of their calls.
     """
@@ -62,7 +62,7 @@ class _Call:
 
 @dataclass
 class ForwardState:
-    """The state of one forward, from its first private operation on.
+    """The state of one forward, which its first private operation creates.
 
     Attributes:
         batch_size: number of rows.
@@ -158,7 +158,7 @@ class PrivateForward:
         units: the units of that microbatch, if its rows are not the samples.
         rows: records the inputs of the layers; None if nothing is recorded.
         is_compiled: whether the library's own torch.compile compiled the model.
-        misfit: message on the last call's first layer with another first dimension, or "".
+        misfit: message on the last call's first layer whose input did not have B rows, or "".
         state: the state of the current forward, or of the last forward if it is over.
         number: number of the current forward.
         prepared_handles: handles for a compiled model, by group; empty if none were prepared.
@@ -298,7 +298,7 @@ class PrivateForward:
         return given[0] if len(given) == 1 else leading
 
     def known_batch_size(self) -> int | None:
-        """Return B if an operation of this call has determined it, or as the compiler needs it."""
+        """Return B of the call, or None if no operation has determined B yet."""
         if torch.compiler.is_compiling():
             return self.batch_hint
         if is_recomputing():
@@ -306,7 +306,7 @@ class PrivateForward:
         return None if self._call is None else self._call.batch_size
 
     def has_samples_in(self, x: Tensor) -> bool:
-        """Return whether entries of x belong to samples; positions [T] that all share do not."""
+        """Return whether x has one entry per sample, unlike positions [T] that samples share."""
         units, leading = self.units, x.shape[0] if x.ndim else 0
         if leading > 1 and x.stride(0) == 0:  # arange(T).expand(B, T)
             return False
@@ -367,7 +367,7 @@ class PrivateForward:
             self._open_gate = held
 
     def replay(self, gate: Gate, handles: tuple[Tensor, ...], captured: ForwardState) -> None:
-        """Begin a replayed forward, in which a single gate replaces the gates of all layers."""
+        """Begin a replayed forward, whose one gate replaces the gates of all layers."""
         self._close_gates()
         self.number += 1
         self.state = replace(captured, gates={gate.index: gate}, handles={gate.index: handles})

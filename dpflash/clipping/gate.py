@@ -37,13 +37,13 @@ _CLIPS = ("clip", "prove")
 
 
 class _ClipGate(torch.autograd.Function):
-    """Its input is a stand-in for the parameters, so that no `.grad` holds a sum without noise."""
+    """The gate's node. Its input is a stand-in: sums without noise must reach no `.grad`."""
 
     @staticmethod
     def forward(ctx: Any, gate: Gate, stand_in: Tensor) -> tuple[Tensor, ...]:
         ctx.gate = gate
         ctx.set_materialize_grads(False)
-        # Not views of the parameters: these cannot be used after an in-place write to parameters.
+        # Not views: autograd refuses views of parameters that were written to in place.
         return tuple(_value(p).expand(gate.batch_size, *p.shape) for p in gate.group.parameters)
 
     @staticmethod
@@ -59,7 +59,7 @@ class _ClipGate(torch.autograd.Function):
 
 
 def _value(parameter: nn.Parameter) -> Tensor:
-    """Return the tensor that a handle expands: the parameter, or dummy zeros if it is sharded."""
+    """Return the tensor that a handle expands: the parameter, or a dummy 0 if it is sharded."""
     if not is_sharded(parameter):
         return parameter.data
     return torch.zeros((), dtype=parameter.dtype, device=parameter.device)
@@ -107,7 +107,7 @@ class Gate:
         rules.refuse_coarse_products(self.device.type)
 
     def open(self) -> tuple[Tensor, ...]:
-        """Create the handles. Their node references the gate, which must not hold the graph."""
+        """Return new handles. The gate keeps none: their graph references the gate."""
         stand_ins, device = self.rules.stand_ins, self.device
         if device not in stand_ins:
             stand_ins[device] = torch.zeros((), device=device, requires_grad=True)
@@ -192,7 +192,7 @@ class Gate:
         return self._take_use(position, embedding=[(indices, dy)])
 
     def _take_use(self, position: int, **uses: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-        """Depending on the mode, add to the sum or norm, return the gradient, or save tensors."""
+        """Depending on the mode, add to the sum or norm, save tensors, or return the gradient."""
         use, mode = self._deferred(position, **uses), self.run.mode
         if mode in ("sum", "norms") and self._single(position):
             self._take_once(position, use)
@@ -203,7 +203,7 @@ class Gate:
         return None
 
     def take_tiled(self, position: int, use: TiledUse) -> bool:
-        """Take an operation that can recompute its gradient; False if the handle must get it."""
+        """Take an operation that can recompute its gradient; False: give it to the handle."""
         if self._only_seen(position, *(use.rows if self.run.watches else ())):
             return True
         mode = self.run.mode
@@ -225,7 +225,7 @@ class Gate:
         return self.rules.planner.plan(self.shapes)
 
     def _enter(self) -> None:
-        """Drop tensors of another backward, such as a backward for the gradient of inputs."""
+        """Drop tensors that an earlier backward left, such as one for gradients of inputs."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self.step.before_gate()
@@ -233,14 +233,14 @@ class Gate:
             self._task = task
 
     def _only_seen(self, position: int, *rows: Tensor) -> bool:
-        """Show an operation's rows to the watches; return whether nothing else is to be done."""
+        """Show an operation's rows to the watches; return whether only the watches need them."""
         self._enter()
         for watch in self.run.watches:
             watch.use(self, position, rows)
         return self.run.mode == "prove" and position not in self._dense
 
     def _single(self, position: int) -> bool:
-        """Return whether a single operation uses the parameter: there are no cross terms."""
+        """Return whether a single operation uses the parameter, so that G_i has no cross terms."""
         return len(self.shapes[position]) == 1 and position not in self._dense
 
     def _way(self, position: int) -> str:
@@ -258,7 +258,7 @@ class Gate:
         return self._kept.setdefault(position, self._deferred(position))
 
     def _take_once(self, position: int, use: DeferredGradients) -> None:
-        """Compute the norm or the sum of a parameter's only operation, for ghost clipping."""
+        """For ghost clipping, compute the norm or the sum of a parameter with one operation."""
         if self.run.mode == "sum":
             factors = self.run.factors
             if self.batch_size != len(factors):

@@ -12,7 +12,7 @@ from dpflash.kernels import bound_share
 from dpflash.kernels.reference import ROOT_SLACK
 
 _ONE_FOR_EACH_PARAMETER = (
-    "A bound for each parameter fits Opacus' per_layer, which clips each parameter by itself; "
+    "One bound per parameter is for Opacus' per_layer, which clips each parameter by itself; "
     "here the parameters of a layer are clipped together, with one bound. Give one bound for each "
     "group, or a dict {name: bound}"
 )

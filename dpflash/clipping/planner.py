@@ -8,7 +8,7 @@ Each mode runs a list of kernels. On a device with given peak speeds, a kernel i
 max(FLOPs / peak FLOP/s, bytes / bandwidth) (a roofline), plus the time of its launch; a mode takes
 the sum over its kernels. The choice depends on these times alone: on shapes, the device and public
 sizes, never on the number of sampled samples. Each mode bounds every sample. The modes' results
-differ by rounding, and near fp32's maximum in which gradients count as infinite (and are removed).
+differ by rounding. Near fp32's maximum a gradient may be infinite (and removed) in one mode only.
 
 Letters: B samples, T tokens, I inputs, O outputs of a linear layer; V rows and E width of a table;
 G_i per-sample gradient and c_i clipping factor of sample i.
@@ -34,7 +34,7 @@ DEFAULT_LEVEL = "conservative"
 
 _ELEMENT = 4
 _DOUBLE = 8
-# Small kernels per kept pair: for its terms' magnitudes, and to find samples to multiply alone.
+# Small kernels per kept pair, for magnitudes of terms and for samples to multiply separately.
 _LAUNCHES_OF_PAIRS = 36
 
 
@@ -96,7 +96,7 @@ class LinearShape:
         return [Work(self._product, self._operands + self.stored_bytes, self._kernel(gpu))]
 
     def norm(self, gpu: bool) -> list[Work]:
-        """Return the work of norms, and of their terms' magnitudes, from (x, dy)."""
+        """Return the work of norms, and of the magnitudes of the norms' terms, from (x, dy)."""
         product = Work(self.norm_flops(gpu), self._operands, self._kernel(gpu))
         return [Work(moved=self._operands), product]
 
@@ -147,7 +147,7 @@ class EmbeddingShape(LinearShape):
         return 0
 
     def norm(self, gpu: bool) -> list[Work]:
-        """Count an fp64 copy for magnitudes; without Triton, also one for norms, and its sum."""
+        """Count an fp64 copy for magnitudes; without Triton, also a copy for norms and its sum."""
         double = self.batch * self.tokens * self.inputs * _DOUBLE
         summed = 0 if self._fused(gpu) else 5 * double
         return [Work(moved=self._operands + 2 * double), Work(moved=self._operands + summed)]
@@ -326,7 +326,7 @@ def _kept(shapes: Sequence[LinearShape], mode: str) -> int:
 
 
 def _stored(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
-    """Return the work of `instantiate`: compute each operation's G, add them, read twice."""
+    """Return the work of `instantiate`: compute each operation's G, add them, read G twice."""
     size = max(s.stored_bytes for s in shapes)
     works = [work for s in shapes for work in s.gradient(gpu)]
     works += [Work(moved=3 * size)] * (len(shapes) - 1)
@@ -334,7 +334,7 @@ def _stored(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
 
 
 def _book_kept(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
-    """Return the work of `book_keeping`: operations are joined by type; two types multiply."""
+    """Return the work of `book_keeping`: joined operations of each type, and cross terms."""
     joined: dict[type[LinearShape], LinearShape] = {}
     works = [Work(launches=_LAUNCHES_OF_PAIRS)]
     for shape in shapes:

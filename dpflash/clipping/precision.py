@@ -14,7 +14,7 @@ WHY_NO_COARSE_MEAN = (
 )
 INSTEAD_OF_A_MEAN = (
     "declare loss_reduction='sum' and sum the losses, or call engine.backward(losses) with one "
-    "loss a sample"
+    "loss per sample"
 )
 OF_16_BIT = (
     "16 bit in batches without public slots or lengths (BatchMemoryManager, batches that are not "
@@ -54,8 +54,8 @@ def refuse_coarse_mean(found: str | None) -> None:
 def refuse_coarse_products(device_type: str) -> None:
     """Refuse to train on a CPU if torch may multiply float32 with less precision.
 
-    Torch does so if operands exceed some size. One more sample would then change the rounding of
-    every sample and of the sums of clipped gradients.
+    Torch does so if operands exceed some size. One more sample would then change how the gradient
+    of every sample, and the sums of clipped gradients, are rounded.
 
     Raises:
         ValueError: a setting allows less precision.

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 _RESHAPINGS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
-# All differentiated operands must have the result's shape, with their rows in order.
+# Elementwise operations: all differentiated operands must have the result's shape and rows.
 _BY_ELEMENTS = frozenset(
     {
         "AddBackward0",
@@ -32,7 +32,7 @@ _BY_ELEMENTS = frozenset(
         "ToCopyBackward0",
     }
 )
-# Plain layers: positions of the input with the rows, and of the weight, among the operands.
+# Operations on each row: positions of (the input that has the rows, the weight) in operands.
 _BY_ROWS = {
     "AddmmBackward0": (1, 2),
     "MmBackward0": (0, 1),
@@ -42,7 +42,7 @@ _DEEPEST = 64
 
 
 def batch_sizes_of_rows(x: Tensor) -> frozenset[int]:
-    """Return the first dimensions of tensors that were reshaped, row by row, to x `[N, ...]`.
+    """Return the first dimensions of the tensors that x `[N, ...]` is reshaped from, row by row.
 
     If B is among them and divides N, rows r N / B to (r + 1) N / B - 1 belong to sample r.
     """

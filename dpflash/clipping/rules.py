@@ -108,7 +108,7 @@ class GateRules:
         statistics: counts of clipped samples.
         run: function that returns the mode of the current backward.
         admit: function that checks a gate before it clips.
-        refuse_size: function (samples of the gate, losses) that raises; the numbers differ.
+        refuse_size: function (samples of the gate, losses) that raises if these numbers differ.
         stand_ins: for each device, the tensor that the gates take as input instead of parameters.
     """
 
@@ -133,7 +133,7 @@ class GateRules:
             refuse_coarse_mean(coarse_use(x))
 
     def refuse_coarse_products(self, device_type: str) -> None:
-        """Refuse settings of torch with which one sample changes the rounding of other samples."""
+        """Refuse settings of torch with which a sample would change how others are rounded."""
         refuse_coarse_products(device_type)
         if self.loss_reduction == "mean":
             refuse_coarse_mean(coarse_products(device_type, convolves=self.convolves))

@@ -9,7 +9,7 @@ from ..sampling.slots import RealRows
 
 
 class ClipStatistics:
-    """Counts over all samples so far, and norms of the last backward; epsilon covers neither."""
+    """Counts of all samples, and norms of the last backward; epsilon does not cover either."""
 
     def __init__(self, rows: RealRows):
         self._rows = rows

@@ -24,11 +24,11 @@ from ..patterns import Adaptive, from_key
 from .device_speed import Ceilings
 from .planner import Work
 
-# Shards of keys and values that a rank of a ring holds besides its own; backward: P = 2, P > 2.
+# Shards of keys and values in a ring's rank, besides its own; in the backward: (P = 2, P > 2).
 _SHARDS_FORWARD, _SHARDS_BACKWARD = 4, (7, 13)
 _FORWARD, _BACKWARD = 4, 10  # FLOPs per pair (query, key) and component of its head
 _OPS = torch.ops.dpflash
-# Operations with an exponential or more per element, which are slow on a CPU for their bytes.
+# Operations with an exponential per element or more: slower on a CPU than their bytes suggest.
 _CURVED = frozenset(
     getattr(torch.ops.aten, name)
     for name in (

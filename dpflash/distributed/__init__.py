@@ -2,7 +2,7 @@
 
 `shard_sequence` splits a sequence, `ring_attention` attends over all its tokens,
 `unshard_sequence` gathers the results, and `context_parallel` does this for a model. It supports
-all patterns of `dpflash.patterns`. Results are those of one rank; keys that no query attends to
+all patterns of `dpflash.patterns`. Results equal those of one rank. Keys that no query attends to
 are never sent. Ranks compare a call's arguments before each exchange, so a mistake raises an error
 on all ranks.
 """
@@ -39,7 +39,7 @@ __all__ = [
     "unshard_sequence",
 ]
 
-# Name -> the module that defines it. Modules load on first use, because attention imports the
+# Public name -> module that defines it. Modules load on first use, because attention imports the
 # collectives of this package and ring attention imports attention.
 _MODULES = {
     "ContextParallel": "context",

@@ -105,8 +105,8 @@ def agree_on_lengths(
 ) -> list[int]:
     """Check that `values` are equal on all ranks; return the number of tokens of each rank.
 
-    All ranks of the group call this together. Without an error it takes one small exchange. If a
-    rank passes an `error`, all ranks raise a ValueError with the first rank's text. They also
+    All ranks of the group call this together, which takes one small exchange. If a rank passes an
+    `error`, all ranks raise a ValueError with the text of the first such rank. All ranks also
     raise a ValueError for the first value that differs, see `collectives.agree`.
 
     Args:
@@ -116,7 +116,7 @@ def agree_on_lengths(
         group: the ranks.
         error: why this rank cannot continue, or None.
         once: whether to skip the exchange if the same call was checked before. Only for calls that
-            send no tensors: a rank that makes another call meets the others in the next exchange.
+            send no tensors: the next exchange finds a rank that makes another call.
     """
     text = "\n".join(f"{name}={value!r}" for name, value in values.items())
     own = [int(error is not None), digest(text), length]
@@ -134,7 +134,7 @@ def agree_on_lengths(
 
 
 def layout_of(operation: str, lengths: list[int], sharding: str, rows: int = 1) -> Layout:
-    """Return the layout for these numbers of tokens per rank and row; refuse impossible ones."""
+    """Return the layout of ranks with these numbers of tokens per row; refuse other splits."""
     layout = Layout(sum(lengths), len(lengths), sharding)
     expected = [layout.local_length(rank) for rank in range(len(lengths))]
     if lengths != expected:

@@ -201,7 +201,7 @@ def attend(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `ring_attention` without comparing arguments between ranks.
+    """Compute `ring_attention`, but do not compare arguments between ranks.
 
     q, k and v must have passed `require_fitting` and have the T_p tokens of the agreed layout;
     sinks and slopes are `[B, H]`. Raises on all ranks for an unsupported mode, T or H.
@@ -287,7 +287,7 @@ class _ShardedAttention(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         call: Ring | AllGatherCall = ctx.call
-        # Read only once: under activation checkpointing, saved tensors can be read a single time.
+        # Read only once: activation checkpointing allows a single read of saved tensors.
         saved = ctx.saved_tensors
         runtime = BlockChoice.graph_of(saved[-2], saved[-1], call.sharded)
 

@@ -67,11 +67,11 @@ class BlockChoice(NamedTuple):
         return runtime_graph(blocks, gates, sharded.pattern, sharded.length)
 
 
-# Beside its results o, dq, dk and dv a call holds up to 13 temporary tensors, each as large as a
-# shard. With eight parts these take less than half as much memory as the results.
+# Besides its results o, dq, dk and dv a call holds up to 13 temporary tensors, each as large as a
+# shard. With eight parts the temporary tensors take less than half the memory of the results.
 _MOST_PARTS = 8
 # Least bytes of keys in one exchange of a part. In smaller parts the network's latency would
-# dominate and, on a GPU, some multiprocessors would have no queries.
+# dominate and, on a GPU, there would be too few queries for all multiprocessors.
 _LEAST_BYTES = {"cpu": 2**20, "cuda": 2**23}
 
 
@@ -82,7 +82,7 @@ class ShardedCall:
     sharded: ShardedPattern  # the pattern over the sharded sequence
     group: ProcessGroup  # the ranks that share the sequence
     scale: float  # softmax scale
-    by_chunk: bool  # compute each pair of chunks separately, because distances matter (ALiBi)
+    by_chunk: bool  # compute each pair of chunks separately, as ALiBi's distances need it
     # attention backend of the forward and the backward
     backend: str = field(default_factory=current_backend)
 
@@ -169,7 +169,7 @@ def _block_sums(x: Tensor, size: int, sharded: ShardedPattern, group: ProcessGro
 
 
 class BlockwiseForward:
-    """Computes the forward over key/value shards, added one at a time, in float32 or float64.
+    """Computes the forward over key/value shards that are added one at a time; float32 or wider.
 
     q is `[B, H, T, D]`, sinks and slopes are `[B, H]` or None.
     """
@@ -228,8 +228,8 @@ class BlockwiseForward:
 class BlockwiseBackward:
     """Computes the backward over key/value shards that are added one at a time.
 
-    `saved` holds q, k, v, o (or `BlockwiseForward.wide_o`), lse, sinks, slopes, blocks and gates;
-    o and lse are the results over all shards. A gradient do or dlse that is None counts as 0.
+    `saved` holds q, k, v, o (or `BlockwiseForward.wide_o`), lse, sinks, slopes, blocks and gates.
+    o and lse are the results over all shards. If do or dlse is None, it counts as 0.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class BlockwiseBackward:
                 self._dq = grads.dq
             else:
                 self._sum_of_dq()[:, :, rows] += grads.dq
-            # If one piece covers the whole shard, its result is the sum: avoid a copy.
+            # A piece that covers the whole shard is the sum itself: avoid a copy.
             if dkv is None and _is_all(columns, k):
                 dkv = [grads.dk.contiguous(), grads.dv.contiguous()]
             else:

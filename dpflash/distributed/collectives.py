@@ -19,11 +19,11 @@ from ..refusal import PrivateRefusal
 
 # The size of DistributedDataParallel's buckets.
 BUNDLE_BYTES = 25 * 2**20
-# `agree` exchanges a multiple of 16 integers: if sizes differ between ranks, gloo aborts.
+# `agree` pads to a multiple of 16 integers: gloo aborts if sizes differ between ranks.
 _AGREED = 16
-# Bytes of the first exchange in `broadcast_from_first`, and of the length that it begins with.
+# `broadcast_from_first`: bytes of the first exchange, and of the length at its beginning.
 _SHORT, _LENGTH_BYTES = 64, 8
-# torch 2.13 renamed these functions; old and new take (output, input, group=...).
+# torch 2.13 renamed these functions; both versions take (output, input, group=...).
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -33,7 +33,7 @@ class RankError(RuntimeError):
 
 
 class PrivateRankError(RankError, PrivateRefusal):
-    """This rank lost the other ranks in a logical batch; one may have raised a `PrivateRefusal`.
+    """This rank lost other ranks in a logical batch; one may have raised a `PrivateRefusal`.
 
     The error depends on private data, as a `PrivateRefusal` does.
     """
@@ -115,10 +115,10 @@ def agree(
         `extra` of each rank.
 
     Raises:
-        PrivateRefusal: on all ranks, if one rank refuses: with this rank's reason if it has one,
-            else with the first refusing rank's.
-        ValueError: on all ranks, if a value differs (the message has its name and its value on
-            each rank), or if a rank checks another operation.
+        PrivateRefusal: on all ranks, if a rank refuses. The text is this rank's `refusal`, or else
+            that of the first rank that refuses.
+        ValueError: on all ranks, if a value differs (the message lists the value of each rank), or
+            if a rank checks another operation.
     """
     if group is None or world_size(group) == 1:
         if refusal is not None:
@@ -191,7 +191,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, operation: str) -> Tensor:
 def all_reduce_(
     x: Tensor, group: ProcessGroup, operation: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Sum, or reduce by `op`, a contiguous x over the ranks in place; all get the same bits."""
+    """Sum a contiguous x over the ranks in place, or reduce it by `op`; bits are equal on all."""
     with exchanging(operation, group):
         dist.all_reduce(x, op=op, group=group)
     return x
@@ -211,7 +211,7 @@ def all_reduce_all_(tensors: Sequence[Tensor], group: ProcessGroup | None) -> No
 
 
 def bundles(tensors: Sequence[Tensor], lengths: Sequence[int] = ()) -> Iterator[list[int]]:
-    """Yield indices of tensors to send together: of one dtype, 25 MiB or somewhat more.
+    """Yield lists of indices of tensors to send together: of one dtype, about 25 MiB each.
 
     Args:
         tensors: the tensors; all ranks must pass the same dtypes.
@@ -237,7 +237,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def broadcast_(x: Tensor, group: ProcessGroup, operation: str) -> None:
-    """Overwrite x on all ranks with x of the group's rank 0; any dtype and strides."""
+    """Overwrite x, of any dtype and strides, on all ranks with x of the group's rank 0."""
     with torch.no_grad():
         buffer = x.contiguous()
         with exchanging(operation, group):

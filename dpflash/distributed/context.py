@@ -34,10 +34,10 @@ from .layout import SHARDINGS, Layout
 from .mesh import OF_CONTEXT
 from .traffic import ModeCall, describe_modes
 
-_ENOUGH = 32  # tokens per rank; if this many are equal on all ranks, it is no coincidence
+_ENOUGH = 32  # tokens per rank from which equal tokens on all ranks are no coincidence
 _Model = TypeVar("_Model", bound=nn.Module)
 
-# Modules that mix tokens but do not know of other ranks, and why their results would be wrong.
+# Modules that mix the tokens of one rank only: why results would be wrong, and what to use.
 _MIXES_TOKENS: dict[tuple[type[nn.Module], ...], str] = {
     (nn.MultiheadAttention,): "attends to this rank's tokens only; use "
     "dpflash.nn.MultiheadAttention",
@@ -193,8 +193,8 @@ class ContextParallel:
         """Check that all ranks make the same call, and return the call's sharded sequence.
 
         The sequence consists of `rows` rows, each with `tokens` (T_p) tokens on this rank.
-        Positions from `length` on are padding. If this rank cannot continue, `error` is the
-        reason, and all ranks raise it. `values` must have the same repr on all ranks.
+        Positions from `length` on are padding. `error` is the reason why this rank cannot
+        continue; all ranks raise it. `values` must have the same repr on all ranks.
         """
         everything = {**values, "rows": rows, "length": length}
         everything |= {"mode": self.mode, "sharding": self.sharding}
@@ -211,7 +211,7 @@ class ContextParallel:
     def warn_of_copies(self, context: Context, x: Tensor) -> None:
         """Warn if all ranks have equal integers x `[B, T_p]`: the sequence was not sharded."""
         layout, size = context.layout, context.layout.world_size
-        # This condition is the same on all ranks, because an exchange follows.
+        # All ranks must take the same branch, because an exchange follows.
         if (
             size == 1
             or layout.num_tokens % size
@@ -222,7 +222,7 @@ class ContextParallel:
         rows = gather_rows([digest(content)], self.group, "comparison of the tokens")
         if len({row[0] for row in rows}) == 1:
             warn(
-                "all ranks of the context have the same tokens. They count as different parts "
+                "all ranks of the context have the same tokens, but the tokens count as parts "
                 "of one longer sequence: shard inputs and targets, x = "
                 "model.context_parallel.shard(x)",
                 PrivateWarning,
@@ -254,7 +254,7 @@ class ContextParallel:
                 "tokens; use dpflash.nn.MultiheadAttention, or "
                 "dpflash.distributed.ring_attention in its forward"
             )
-        # Also set on the model itself, so that callers can use model.context_parallel.shard.
+        # The model gets the attribute too, so that callers can use model.context_parallel.shard.
         for module in (*attentions, model):
             module.context_parallel = self
         for module in filter(pretrained.is_pretrained, attentions):
@@ -371,7 +371,7 @@ def loss_weights(
 def weights_of(
     targets: Tensor, group: ProcessGroup | None, ignore_index: int, units: Units | None
 ) -> Tensor:
-    """Compute `loss_weights` without comparing the number of samples between ranks."""
+    """Compute `loss_weights`, but do not compare the number of samples between ranks."""
     counted = targets != ignore_index
     if units is None:
         own = counted.flatten(1).sum(1)

@@ -74,8 +74,8 @@ class NeededRows:
     """The rows (key head, token) of a shard that queries of another rank attend to."""
 
     count: int  # number of rows
-    tokens: slice | None  # the tokens, if all heads need the same contiguous ones; else None
-    # `[count]`, int64: else the indices of the rows in a shard flattened over heads and tokens
+    tokens: slice | None  # the tokens if all heads need one contiguous range, else None
+    # `[count]`, int64, if tokens is None: indices into the shard's rows, flattened (head, token)
     index: Tensor | None
 
 
@@ -129,7 +129,7 @@ def pieces(
     by_chunk: bool,
     runtime: TileGraph | None = None,
 ) -> tuple[Piece, ...]:
-    """Return the pieces to compute between one rank's queries and the keys of a rank, or of all.
+    """Return the pieces to compute between one rank's queries and the keys of one or all ranks.
 
     With `by_chunk` there is one piece for each pair of chunks, so that distances between tokens
     are known. `runtime` is the tile graph of an `Adaptive` pattern over the whole sequence.
@@ -158,7 +158,7 @@ def packed_like(x: Tensor, needed: NeededRows) -> Tensor:
 
 
 def unpack(packed: Tensor, heads: int, tokens: int, needed: NeededRows) -> Tensor:
-    """Return a shard `[B, G, S, D]` with the packed rows, 0 elsewhere; may return `packed`."""
+    """Put the rows into a shard `[B, G, S, D]` that is 0 elsewhere; may return `packed`."""
     if needed.count == heads * tokens and needed.tokens is not None:
         return packed
     batch, dim = packed.shape[0], packed.shape[-1]
@@ -203,7 +203,7 @@ def _seen_keys(sharded: ShardedPattern, rank: int) -> Tensor:
 
 
 def _of_shard(seen: Tensor, sharded: ShardedPattern, rank: int) -> Tensor:
-    """Return the columns of seen `[G, T]` that a rank's shard holds, in local order: `[G, S]`."""
+    """Return the columns `[G, S]` of seen `[G, T]` for a rank's tokens, in local order."""
     with real_cpu_tensors():
         shard = seen.new_zeros((len(seen), sharded.tokens(rank)))
         for start, length, local in sharded.chunks(rank):
@@ -241,7 +241,7 @@ def _static_pieces(
 ) -> tuple[Piece, ...]:
     with real_cpu_tensors():
         if sharded.whole is not None:
-            # All heads share the tables on the device.
+            # All heads share one copy of the tables on the device.
             found = _static_pieces(sharded.whole, queries_of, keys_of, device, by_chunk)
             found = tuple(x._replace(graph=_of_heads(x.graph, sharded)) for x in found)
             return tuple(piece for piece in found if not is_empty(piece.graph))
@@ -255,7 +255,7 @@ def _static_pieces(
 
 
 def _of_heads(graph: TileGraph, part: ShardedPattern) -> TileGraph:
-    """Restrict a graph of all heads to the heads of `part`; tables are shared."""
+    """Restrict a graph of all heads to the heads of `part`; both graphs share their tables."""
     heads = slice(part.first_head, part.first_head + part.num_heads)
     rows, cols = graph.row_variants[..., heads], graph.col_variants[..., heads]
     return replace(graph, row_variants=rows, col_variants=cols, plans={})

@@ -30,7 +30,7 @@ def is_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
 def require_rows(name: str, parameter: Tensor) -> None:
     """Raise a ValueError for a DTensor that is not ``Shard(0)`` over the last mesh dimension.
 
-    Over one dimension before the last, the DTensor may be replicated.
+    The mesh may have one more dimension before the last, over which the DTensor is replicated.
     """
     if not is_sharded(parameter):
         return
@@ -63,7 +63,7 @@ def replicating_group(parameter: DTensor) -> ProcessGroup | None:
 
 
 def local_rows(parameter: DTensor) -> tuple[int, int]:
-    """Return the first and end row of this rank's shard; rows are split as by torch.chunk."""
+    """Return (first row, end row) of this rank's shard; rows are split as by torch.chunk."""
     rows, group = parameter.shape[0], sharding_group(parameter)
     size = -(-rows // world_size(group))
     begin = min(size * rank_in(group), rows)

@@ -1,4 +1,4 @@
-"""Layout: which tokens of a sequence each rank holds. T is the number of tokens, P of ranks."""
+"""Layout: which of a sequence's T tokens each of P ranks holds."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Layout:
     """T tokens that are split into ranges and distributed over P ranks.
 
     "contiguous": there are P ranges, and rank p holds range p. "zigzag": there are 2P ranges, and
-    rank p holds ranges p and 2P - 1 - p, which balances the work of causal attention. Sizes of
-    ranges, and numbers of tokens per rank, differ by at most one; the longer ranges come first.
+    rank p holds ranges p and 2P - 1 - p, which balances the work of causal attention. The
+    sizes of ranges, and of ranks' parts, differ by at most 1; the longer ranges come first.
 
     Args:
         num_tokens: T, at least P; P need not divide it.
@@ -52,7 +52,7 @@ class Layout:
         return _chunks(self, rank, self.num_tokens if length is None else length)
 
     def local_length(self, rank: int, length: int | None = None) -> int:
-        """Return the number of tokens of a rank, or of its tokens before position `length`.
+        """Return the number of a rank's tokens, or of its tokens before position `length`.
 
         In local order, the tokens before `length` come first.
         """

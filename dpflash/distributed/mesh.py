@@ -15,7 +15,7 @@ from ..refusal import PrivateRefusal
 from . import collectives
 
 DATA, CONTEXT = "data", "context"
-# Names of mesh dimensions, also torchtitan's. Ranks along data dimensions hold other samples.
+# Names of mesh dimensions, and torchtitan's. Ranks along data dimensions hold other samples.
 OF_DATA, OF_CONTEXT = (DATA, "dp_replicate", "dp_shard"), (CONTEXT, "cp")
 _T = TypeVar("_T")
 
@@ -111,9 +111,9 @@ class Ranks:
         return outcome[1:]
 
     def run_on_all(self, operation: str, action: Callable[[], _T]) -> _T:
-        """Run an action that uses no collectives on every rank; raise on all if one rank raises.
+        """Run an action without collectives on every rank; if one rank raises, all ranks raise.
 
-        If a rank's action raises PrivateRefusal, the other ranks raise it too, else RankError.
+        The other ranks raise PrivateRefusal if a rank's action raised one, else RankError.
         """
         self.agree(operation, {})
         failure: Exception | None = None
@@ -149,7 +149,7 @@ class Ranks:
 
 
 def _described(error: Exception) -> str:
-    """Return an error's text for other ranks, after "!" for a `PrivateRefusal`, else after "-"."""
+    """Return an error's text for other ranks, with prefix "!" for a `PrivateRefusal`, else "-"."""
     return (
         f"!{error}" if isinstance(error, PrivateRefusal) else f"-{type(error).__name__}: {error}"
     )

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 NAME = "dp_context"
 
 # Families whose attention goes through transformers' attention interface, and whose other modules
-# work on single tokens; tests/distributed/test_pretrained_models.py compares each with one process
+# work on single tokens. tests/distributed/test_pretrained_models.py compares each with one process
 _FAMILIES = ("GPT2", "Llama", "Mistral", "Qwen2", "Qwen3")
 _MODELS = {f"{name}{kind}" for name in _FAMILIES for kind in ("Model", "ForCausalLM")}
 _MODELS.add("GPT2LMHeadModel")
 
 _CALL = "context_parallel"  # the keyword that carries a `_Call` from the hook to attention
-# Arguments of a model's call that may be passed per rank, and those that reach the attention.
+# Arguments of a model's call that may be passed per rank; arguments that reach the attention.
 _TAKEN = {"input_ids", "attention_mask", "position_ids", "output_hidden_states", "return_dict"}
 _PASSED_ON = {*_TAKEN, "cache_position", "position_embeddings"}
 _REMEDIES = {
@@ -71,7 +71,7 @@ def refusal(module: Any) -> str | None:
     for part in (module.config, *module.modules()):
         if getattr(part, "is_causal", True) is False:
             return (
-                "is_causal=False, as cross attention has it: attention over a context is causal; "
+                "is_causal=False, as in cross attention: attention over a context is causal; "
                 "leave is_causal and add_cross_attention out"
             )
     for child in module.modules():
@@ -112,7 +112,7 @@ class _Call:
 
 
 class _Entry:
-    """The hook before a model's forward, which agrees with other ranks and passes a `_Call`."""
+    """A hook before a model's forward: compares calls over the ranks and passes a `_Call`."""
 
     def __init__(self) -> None:
         self._looked = False
@@ -120,7 +120,7 @@ class _Entry:
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if _CALL in kwargs:  # a part of a model whose hook ran
+        if _CALL in kwargs:  # called by a model whose hook ran
             return None
         parallel: ContextParallel = module.context_parallel
         deferred = DeferredError()
@@ -197,7 +197,7 @@ def _require_padding_last(mask: Tensor) -> None:
     if (mask.diff(dim=1) > 0).any():
         raise PrivateRefusal(
             "attention_mask with context_parallel: expected padding after the tokens of each "
-            "sample, where causal attention never sees it; pad on the right, and give padding "
+            "sample, where causal attention never reads it; pad on the right, and give padding "
             "the target -100"
         ) from None
 

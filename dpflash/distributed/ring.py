@@ -66,7 +66,7 @@ class Ring(ShardedCall):
                 dkv = backward.add(self.pieces(step, k.device, runtime), *kv)
             pending, kv = upcoming, None
             if needs_dkv:
-                # Returned gradients are added in the order of steps, so that runs repeat exactly.
+                # Returned gradients are added in the order of steps, so that runs are repeatable.
                 sent, dkv = self.return_gradients(step, dkv, own), None
                 self.add_returned(step - 1, returned, own)
                 returned = sent

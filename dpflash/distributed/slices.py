@@ -1,4 +1,4 @@
-"""Slices: which elements of each parameter's sum a rank owns, and exchanges between owners.
+"""Slices: which elements of each parameter's sum a rank owns, and how ranks exchange them.
 
 The owner of an element adds it up over the ranks and adds its noise. Each rank sends to the other
 ranks the elements that they own, adds up the elements that it receives in a fixed order, and draws
@@ -33,7 +33,7 @@ class Slices:
         self._scattered: dict[nn.Parameter, bool] = {}
 
     def is_scattered(self, parameter: nn.Parameter) -> bool:
-        """Return whether it is sharded over ranks with other samples: each sums its own rows."""
+        """Return whether ranks with other samples hold (and sum) different rows of a parameter."""
         if parameter not in self._scattered:
             self._scattered[parameter] = self.ranks.context is None and _is_over(
                 parameter, self.ranks.data
@@ -69,16 +69,16 @@ class Slices:
         return dict(zip(totals, (x.flatten() for x in rows), strict=True))
 
     def bundled(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Yield parameters whose sums are sent together, the same on all ranks."""
+        """Yield bundles of parameters whose sums are sent together, equal on all ranks."""
         for bundle in bundles(parameters, [2 * p.numel() for p in parameters]):
             yield [parameters[i] for i in bundle]
 
     def reduced(
         self, sums: Mapping[nn.Parameter, Tensor], names: Sequence[object] | None
     ) -> dict[nn.Parameter, Tensor]:
-        """Sum the sums `[n]` held by ranks with other samples; return this rank's elements.
+        """Add the sums `[n]` of ranks with other samples; return the elements that this rank owns.
 
-        All sums have one dtype, which is kept. If nothing is sent, the given sums are returned.
+        The result has the sums' common dtype. If nothing is sent, it is the given sums.
         """
         data = self.ranks.data
         own, rest = dict[nn.Parameter, Tensor](), dict[nn.Parameter, Tensor]()
@@ -135,7 +135,7 @@ def reduce_to_owners(
         values: tensors `[B, n]`, all of one dtype.
         cuts: for each tensor, the columns of each rank.
         group: the ranks; all of them call this function.
-        names: names of the tensors, for the ranks to compare; None if they agreed on them before.
+        names: the tensors' names, which ranks compare; None if they have compared them before.
         operation: the name of the exchange in messages.
 
     Returns:
@@ -164,7 +164,7 @@ def reduce_to_owners(
     size = sum(x.numel() for x in columns(own))
     lengths = [0 if r == own else size for r in range(1 + len(others))]
     received = all_to_all(sent, sizes, lengths, group, operation).view(len(others), size)
-    # With one other rank, its row is added to in place, since nothing else uses its memory.
+    # With one other rank, add in place to the row that it sent: nothing else uses this memory.
     total = received[0] if len(others) == 1 else received[0] + received[1]
     for row in received[2:]:
         total += row

@@ -28,7 +28,7 @@ class _Speed(NamedTuple):
     flops: float  # FLOP/s of attention kernels
     memory: float  # bytes/s, reads and writes together
     link: float  # bytes/s that a rank sends
-    exchange: float  # least seconds for an exchange and the kernels around it
+    exchange: float  # seconds that an exchange and the kernels around it take at least
 
 
 # By device type, not by device name, since all ranks must choose the same mode. "cpu": one core of
@@ -157,7 +157,7 @@ def cheapest_mode(call: ModeCall) -> str:
 
 @functools.lru_cache(maxsize=256)
 def mode_costs(call: ModeCall) -> tuple[ModeCost, ...]:
-    """Return the cost of each supported mode; it is equal on all ranks, so all choose one mode.
+    """Return the cost of each supported mode, equal on all ranks, so that all choose one mode.
 
     Times of exchanges and kernels are added up, since measured rings overlap them little
     (PrimeIntellect-ai/prime-rl#2418: 64k tokens on 2 and 4 ranks, the ring 29% and 32% slower,
@@ -175,7 +175,7 @@ def mode_costs(call: ModeCall) -> tuple[ModeCost, ...]:
         if mode == "ring":
             steps_sent = _most_steps(sharded)
             exchanges = 3 * steps_sent
-            # Adding o (forward) or dq (backward) reads two tensors and writes one.
+            # Adding to o (forward) or dq (backward) reads two tensors and writes one.
             row = call.batch * sharded.num_heads * call.head_dim * wide
             merged = 6 * steps_sent * sharded.longest * row
         elif mode == "ulysses":
@@ -236,8 +236,8 @@ def require_enough_heads(sharded: ShardedPattern, mode: str) -> None:
 def heads_per_rank(sharded: ShardedPattern) -> tuple[list[slice], list[slice]]:
     """Return the query heads and the key/value heads of each rank in mode "ulysses".
 
-    Each rank has whole groups of query heads that share a key/value head. With fewer key/value
-    heads than ranks, k and v are treated as repeated to H heads.
+    A rank has all query heads of each of its key/value heads. If there are fewer key/value heads
+    than ranks, k and v count as repeated to H heads.
     """
     size = sharded.layout.world_size
     groups = sharded.num_kv_heads

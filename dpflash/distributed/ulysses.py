@@ -109,7 +109,7 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """`HeadExchange.to_tokens` for o and lse; all ranks send both gradients, or none does."""
+    """`HeadExchange.to_tokens` for o and lse; every rank sends the gradients of both."""
 
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, *o_lse: Tensor) -> tuple[Tensor, ...]:
@@ -165,7 +165,7 @@ class _OwnHeads(torch.autograd.Function):
 
 
 def _summed(terms: Tensor | None, x: Tensor | None) -> Tensor | None:
-    """Return the gradient of sinks or slopes x `[B, H]`, summed from terms `[B, H, T]`."""
+    """Sum terms `[B, H, T]` over T: the gradient of sinks or slopes x `[B, H]`."""
     return None if terms is None or x is None else terms.sum(2).to(x.dtype)
 
 

@@ -87,7 +87,7 @@ def check_module(module: nn.Module, ranks: Ranks) -> None:
         if set(holders(parameter)) not in groups:
             raise ValueError(
                 f"parameter '{name}' is sharded over the ranks {holders(parameter)}: expected "
-                "all ranks of the data dimensions, all ranks of a context, or all ranks; call "
+                "all ranks of the data dimensions, of a context, or of the mesh; call "
                 "fully_shard with mesh['data'], or with mesh['dp_replicate', 'dp_shard'] if the "
                 "mesh has these dimensions"
             )
@@ -142,7 +142,7 @@ def _check_replicas(module: DistributedDataParallel, ranks: Ranks) -> None:
 
 
 def digests_of(dataset: Any, key: bytes) -> list[str]:
-    """Return keyed digests of some entries of a data set; "" if two reads of an entry differ."""
+    """Return keyed digests of some entries; "" for an entry that changes between two reads."""
     count = len(dataset)
     indices = {0, count - 1}
     words = uniform_words(derive_key(key, "entries to compare"), index=0, count=_COMPARED)
@@ -167,7 +167,7 @@ def require_same_data(digests: list[str], ranks: Ranks) -> None:
 
 
 def _entry_digest(entry: Any, key: bytes) -> str:
-    """Return a digest that is equal for equal entries, or "" for types without a digest."""
+    """Return a digest of an entry, equal for equal entries; "" if its type has no digest."""
     if isinstance(entry, Tensor) and entry.layout is torch.strided:
         kind = f"{entry.dtype} {tuple(entry.shape)}"
         content = collectives.as_bytes(entry.detach().cpu().contiguous()).numpy().tobytes()
@@ -200,7 +200,7 @@ def synchronize_ranks(module: nn.Module, ranks: Ranks) -> None:
     for x in filter(is_sharded, tensors):
         copies = [replicating_group(x)]
         for group in (ranks.data, ranks.context):
-            # Ranks outside of the parameter's mesh hold the same rows in their own meshes.
+            # Ranks outside of the parameter's mesh hold the same rows, in meshes of their own.
             if set(ranks_of(group)) & set(holders(x)) == {dist.get_rank()}:
                 copies.append(group)
         for group in copies:

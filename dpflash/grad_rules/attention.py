@@ -2,7 +2,7 @@
 
 The node's backward computes per-sample gradients of the output projection, runs the flash backward
 into one buffer of dq, dk and dv, and computes per-sample gradients of the input projection, sinks
-and slopes (those of input biases in the epilogue of the flash backward). Then the clipping gates
+and slopes. The flash backward's epilogue computes those of input biases. Then the clipping gates
 compute norms, clip and, at the end of a logical batch, add noise.
 
 Letters: B samples, H query heads, G key/value heads, T tokens, D head dim, E model dim.
@@ -59,7 +59,7 @@ class _Heads:
         if not self.rotary:
             return qkv
         if not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():
-            qkv = qkv.clone()  # A selective checkpoint may have saved it.
+            qkv = qkv.clone()  # A selective checkpoint may have saved this tensor.
         q, k, _ = self.split(qkv)
         if self.documents is None:
             turns = Turns.of(q, self.head_dim)
@@ -104,7 +104,7 @@ class _SelfAttention(torch.autograd.Function):
         q, k, v = heads.split(qkv)
         dqkv = torch.empty_like(qkv)
         dq, dk, dv = heads.split(dqkv)
-        # The attention kernel sums dq, dk and dv over a row's tokens before `turn_(back=True)`.
+        # The kernel sums dq, dk and dv over tokens before `turn_`: only without rotary positions.
         sums_of_rows = not heads.rotary and ctx.units is None
         graph, scale = graph_of(q, k, heads.pattern), 1 / math.sqrt(heads.head_dim)
         options: Any = {"key_range": key_range_of(padding), "backend": ctx.backend}
@@ -142,7 +142,7 @@ def _of_samples(terms: Tensor | None, units: Units | None) -> Tensor:
 
 
 class PrivateMultiheadAttention(PrivateModule):
-    """`dpflash.nn.MultiheadAttention` with its projections, as one autograd node if possible."""
+    """`dpflash.nn.MultiheadAttention`: if possible, one autograd node with the projections."""
 
     def _output(
         self,
@@ -169,7 +169,7 @@ class PrivateMultiheadAttention(PrivateModule):
                 "other documents; pass the batch's cu_seqlens to the module (LongContextLM takes "
                 "packed=batch)"
             )
-        # The rows of a unit do not attend to each other, but have a common gradient.
+        # Rows of one unit do not attend to each other, but their gradients are added.
         of_rows = units is not None
         ordinary = masked or split or dropped or chosen or of_rows or _in_float8(module)
         if ordinary or not _is_one_node(module):
@@ -196,7 +196,7 @@ class PrivateMultiheadAttention(PrivateModule):
     def _attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, inner: Pattern
     ) -> Tensor:
-        """Attend document by document if sinks or slopes need a gradient per document."""
+        """Compute attention; by document if sinks or slopes need a gradient per document."""
         per_head = [child for child in (self.sinks, self.alibi_slopes) if child is not None]
         trained = [c for c in per_head if isinstance(c, PrivateModule) and c.is_private_call()]
         units = trained[0]._dpflash.units if trained else None
@@ -219,7 +219,7 @@ class PrivateMultiheadAttention(PrivateModule):
 
 
 def _of_documents(child: Any, units: Units) -> Tensor | None:
-    """Return the sinks or slopes of each document's heads, and last of padding: `[U + 1, H]`."""
+    """Return sinks or slopes `[U + 1, H]`: a row per document, and a last row for padding."""
     if child is None:
         return None
     numbers: Tensor = child.weight.detach().expand(units.size + 1, -1)

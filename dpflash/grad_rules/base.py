@@ -28,14 +28,14 @@ from .float8 import Float8Weight
 
 @dataclass(frozen=True)
 class Slot:
-    """A clipping gate, and the position in it of a matrix parameter, for saved (x, dy) pairs."""
+    """A clipping gate and a matrix parameter's position in it, to which (x, dy) is passed."""
 
     gate: Gate
     position: int
 
 
 def taken(slot: Slot | None, x: Tensor, dy: Tensor, *, swapped: bool = False) -> Tensor | None:
-    """Pass (x, dy) of a linear operation to its gate (`Gate.take_linear`); if none, return G."""
+    """Pass (x, dy) of a linear operation to its gate (`Gate.take_linear`), or return G."""
     if slot is None:
         return per_sample_grad(x, dy)
     return slot.gate.take_linear(slot.position, x, dy, swapped=swapped)
@@ -52,15 +52,15 @@ class ModuleContext:
         frozen: own parameters that were not trainable when the model was made private.
         takes_units: whether the rule supports units: samples that are not rows of the batch.
         takes_documents: whether the rule supports units of tokens, but not units of whole rows.
-        is_whole: whether the parameters of its children are its own, see `convert.is_whole`.
+        is_whole: whether the module owns its children's parameters, see `convert.is_whole`.
         float8: the weight in float8, for a linear layer that multiplies in float8.
         has_positions: whether an embedding received indices [T] whose length is not B.
-        longest: largest number of steps in the packed sequences that it received.
+        longest: largest number of steps in the packed sequences that the module received.
         places: "batch" or "positions" for each one-dimensional argument, by the call's structure
             and the argument's index in it.
-        left_out: the last empty cache without which a call was run.
-        compared: the calls that were compared with a forward of the whole batch: the structure of
-            their arguments, and which arguments belong to the batch.
+        left_out: the last empty cache that was left out of a call.
+        compared: the calls that were compared with a forward of the whole batch, each given by the
+            structure of its arguments and by which arguments belong to the batch.
     """
 
     backward: PrivateBackward
@@ -87,7 +87,7 @@ class ModuleContext:
         return self.longest
 
     def note_left_out(self, cache: Any) -> bool:
-        """Note that a call runs without `cache`; return whether it was not the last such cache."""
+        """Note that a call leaves out `cache`; return False if it was the last one left out."""
         last, self.left_out = self.left_out, weakref.ref(cache)
         return last is None or last() is not cache
 
@@ -131,7 +131,7 @@ class ModuleContext:
         return x
 
     def check_sequences(self, x: Tensor, *, is_padded: bool = False) -> Tensor:
-        """Do the same as `check_batch`, for a rule that takes one sequence per sample.
+        """Like `check_batch`, for a rule that takes one sequence per sample.
 
         Raises:
             PrivateRefusal: x has several rows per sample in its first dimension.
@@ -165,7 +165,7 @@ class _OfPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: Tensor, units: Units) -> Tensor:
         ctx.units = units
-        # Every entry of a handle is the same parameter.
+        # All entries of a handle are the same parameter: expand the first one.
         return handle[:1].expand(units.positions, *handle.shape[1:])
 
     @staticmethod
@@ -260,12 +260,12 @@ class CopiedPlain(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         build, *rest = tuple(plain_copy(self).__reduce_ex__(protocol))
-        # pickle requires __newobj__ to make an object of the pickled object's own class.
+        # pickle's __newobj__ must create the pickled object's own class, so it cannot be used.
         return (_new if build is copyreg.__newobj__ else build, *rest)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
-        # The plain class may have its own __deepcopy__, as parametrized classes do. Through memo,
-        # references to this module lead to the plain module, and so to the copy in progress.
+        # The plain class may have its own __deepcopy__, as parametrized classes do. `memo` makes
+        # references to this module point to the plain module, and so to the copy in progress.
         return copy.deepcopy(memo.setdefault((CopiedPlain, id(self)), plain_copy(self)), memo)
 
 
@@ -287,7 +287,7 @@ class PrivateModule(CopiedPlain):
         return {name: p for name, p in self._parameters.items() if p is not None}
 
     def is_private_call(self) -> bool:
-        """Return whether this call can lead to gradients of the module's own parameters."""
+        """Return whether this call may need gradients of the module's own parameters."""
         context = self._dpflash
         trainable = False
         for name, parameter in self.own_parameters().items():
@@ -327,7 +327,7 @@ class PrivateModule(CopiedPlain):
         refuse_recording(self._dpflash.name, "torch.jit.script", also="")
 
 
-# Objects of other types might keep tensors of a sample after the call, as a cache does.
+# Values of other types might hold tensors of a sample after the call, as a cache does.
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
@@ -396,7 +396,7 @@ def stored(module: nn.Module, own_copy: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
-    """Return an identity for the value of each attribute and buffer, including containers."""
+    """Return a key per attribute and buffer that changes if its value, or a part of it, does."""
     held = {k: v for k, v in module.__dict__.items() if k not in {*OF_TORCH, "_dpflash"}}
     return {name: identity(value) for name, value in {**held, **module._buffers}.items()}
 

@@ -1,5 +1,5 @@
-"""Layers with inputs [T, B, ...]: torch's attention, transformer and recurrent layers by default
-(batch_first=False), and the projections of Longformer's attention.
+"""Layers with inputs [T, B, ...]: torch's attention, transformer and recurrent layers if
+batch_first=False (the default), and the projections of Longformer's attention.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..clipping.forward import ALL_ROWS
 from ..refusal import PrivateRefusal
 from .base import ModuleContext, name_of_forward, plain_forward
 
-# Layers inside these get inputs in the same layout; attention transposes its inputs itself.
+# Layers inside these get inputs in the module's layout; attention transposes its own inputs.
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 # Attention that transposes [B, T, E] before its projections, by the name of its forward.
@@ -82,7 +82,7 @@ def samples_first(context: ModuleContext, x: Tensor) -> Tensor:
 
 
 class BatchSecond(nn.Module):
-    """Base class before a layer's rule, with which the layer takes and returns [T, B, ...]."""
+    """Base class before a layer's rule; with it, the layer takes and returns [T, B, ...]."""
 
     _dpflash: ModuleContext
 

@@ -25,12 +25,12 @@ def by_document(
     """Run a module on each document's part of its inputs, and join the outputs.
 
     A document of several rows needs a call for each row, since its rows do not see each other.
-    Padding also runs through the module, but gives parameters no gradient.
+    Padding also runs through the module, but parameters get no gradient from it.
 
     Args:
         call: (parameters by name, inputs) -> outputs; these parameters replace the module's own.
         parameters: parameters of each document, `[U, ...]`.
-        inputs: its tensors are `[R, T, ...]` or `[N, ...]`; `call` gets a document's part of them,
+        inputs: nested tensors `[R, T, ...]` or `[N, ...]`; `call` gets a document's part of each,
             `[1, n, ...]` or `[n, ...]`.
         units: the documents.
         name: name of the module, for messages.
@@ -58,7 +58,7 @@ def by_document(
     ]
     result = tree_unflatten(joined, spec)
     if all(unit == units.size for unit, _ in pieces):
-        # There is no gradient, but the gate must take part in the exchange with other ranks.
+        # There is no gradient, but the gate must join the exchange with other ranks.
         nothing = sum(p[:0].sum() for p in parameters.values())
         result = tree_map_only(
             Tensor, lambda t: t + nothing if t.is_floating_point() else t, result

@@ -49,7 +49,7 @@ _HOOKS = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
 class Layer(NamedTuple):
     """A module whose parameters are not owned by a layer above it."""
 
-    name: str  # dotted, "" for the model itself
+    name: str  # dotted; "" for the model itself
     module: nn.Module
     own: dict[str, nn.Parameter]  # its parameters, except those of layers below it
 
@@ -74,7 +74,7 @@ def check_model(model: nn.Module) -> list[Layer]:
         raise ValueError(
             "module.forward was assigned to the object (by Accelerator.prepare with "
             "mixed_precision, or by a hook), so the private forward would not run: pass the model "
-            "as its class defines it, and prepare what make_private returns"
+            "as its class defines it, and prepare the objects that make_private returns"
         )
     inside = parts_of_layers(model)
     refuse_compiled(model)
@@ -84,7 +84,7 @@ def check_model(model: nn.Module) -> list[Layer]:
 
 
 def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> None:
-    """Do as `check_model` for a module; `is_inside`: a layer above it owns its parameters."""
+    """Like `check_model`, for one module. `is_inside`: a layer above owns its parameters."""
     if isinstance(module, PrivateModule):
         raise ValueError(f"module '{name}' is private already; call engine.detach(model) first")
     if type(module).__name__.startswith("GradSampleModule"):
@@ -95,7 +95,7 @@ def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> No
     if _is_scripted(module):
         raise ValueError(
             f"module '{name}' is compiled by torch.jit, whose layers no rule for private training "
-            "covers. Pass the model that was scripted or traced"
+            "covers. Pass the plain model, before torch.jit.script or trace"
         )
     if _was_compiled(module):
         _refuse_compiled(name, module)
@@ -214,7 +214,7 @@ def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return a module's parameters, except those of layers below it; all of them if `is_whole`.
 
     A parameter of both, such as `decoder.bias` in BERT's head, belongs to the layer below. If the
-    module itself uses it, its gradient is not a clipped sum, and the step refuses the release.
+    module itself uses the parameter, the gradient bypasses clipping, and the step is refused.
     """
     if is_whole(module):
         return dict(module.named_parameters())
@@ -233,7 +233,7 @@ def _check_owner(name: str, module: nn.Module, own: list[str]) -> None:
             "and the sum or mean of its outputs over dimension 1"
         )
     if isinstance(module, nn.Embedding):
-        # Gradients of PrivateEmbedding are dense, so sparse=True changes nothing there.
+        # sparse=True has no effect in PrivateEmbedding, whose gradients are dense.
         own_forward = plain_forward(module) is not nn.Embedding.forward
         for flag in ("scale_grad_by_freq", *(["sparse"] if own_forward else [])):
             if getattr(module, flag):
@@ -288,7 +288,7 @@ def _check_parametrized(name: str, module: nn.Module) -> None:
 
 
 def is_whole(module: nn.Module) -> bool:
-    """Return whether a module (adapter, computed weight) owns the parameters below it."""
+    """Return whether a module (an adapter or parametrized layer) owns the parameters below."""
     return is_adapter(module) or parametrize.is_parametrized(module)
 
 
@@ -305,7 +305,7 @@ def parts_of_layers(model: nn.Module) -> set[nn.Module]:
 
 
 def layers_of(model: nn.Module, parts: Collection[nn.Module] | None = None) -> list[Layer]:
-    """Return the layers of a model in its order, except `parts` (`parts_of_layers`)."""
+    """Return the layers in the model's order, except `parts` (default: `parts_of_layers`)."""
     inside = parts_of_layers(model) if parts is None else parts
     return [
         Layer(name, module, _own_parameters(module))

@@ -1,7 +1,7 @@
 """Rule for look-up tables: nn.Embedding, trained or frozen.
 
-A sample with an index outside of the table gets NaN, so that it contributes zero. An error would
-depend on a single private entry, and would end the process on a GPU.
+A sample with an index outside of the table gets NaN, so that it contributes zero. An error
+instead would depend on a single private entry, and would end the process on a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def inside(indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 def nan_outside(y: Tensor, outside: Tensor, forward: PrivateForward) -> Tensor:
     """Set rows `[..., E]` of a table to NaN if their index `[...]` was outside of the table.
 
-    In packed documents row 0 stays instead: attention would pass NaN to other documents (0 * NaN).
+    In packed documents row 0 is used instead: NaN would reach other documents (0 * NaN = NaN).
     """
     units = forward.units
     if units is not None and not units.are_rows:
@@ -94,7 +94,7 @@ class Tables(TorchFunctionMode):
     """In this context, indices outside of a table raise no error.
 
     Args:
-        forward: forward of a private model, see `nan_outside`. With None, indices become 0.
+        forward: forward of a private model, see `nan_outside`. With None, row 0 is looked up.
     """
 
     def __init__(self, forward: PrivateForward | None = None) -> None:
@@ -114,7 +114,7 @@ class Tables(TorchFunctionMode):
 
 
 def padding_rows(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Return the `padding_idx` row of each table of a plain model that no other layer uses."""
+    """Return the `padding_idx` of each table that no other layer of a plain model uses."""
     uses: dict[nn.Parameter, set[int | None]] = {}
     for module in model.modules():
         row = None
@@ -182,7 +182,7 @@ class PrivateEmbedding(PrivateModule):
         length = indices.shape[0]
         known = context.backward.forward.known_batch_size()
         if known is not None and length != known:
-            # A single index may belong to a position or to a sample.
+            # Length 1 does not show positions: the index may be that of a single sample.
             if length > 1 and not torch.compiler.is_compiling():
                 context.note_positions()
             return indices.unsqueeze(0)

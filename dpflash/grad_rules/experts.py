@@ -130,7 +130,7 @@ class ExpertsUse:
         grads = self._x.new_zeros(shape, dtype=dtype)
         segments = self._routing.segments
         if (last - first, highest - lowest) == (1, 1):
-            # A single tile needs no search through the segments of all samples.
+            # A single tile is found without a search through the segments of all samples.
             pair = (first, lowest)
             segments = (self._at[pair],) if pair in self._at else ()
         for sample, expert, start, end in segments:
@@ -192,7 +192,7 @@ class _Projection(torch.autograd.Function):
 class PrivateExperts(PrivateModule):
     """Experts for hidden states `[B T, I]`, which a router chooses; see `is_experts`.
 
-    Frozen experts also run segment by segment, so that no sample's rounding depends on others.
+    Frozen experts run segment by segment, too, so that no sample's rounding depends on others.
     """
 
     takes_documents = True
@@ -219,8 +219,8 @@ class PrivateExperts(PrivateModule):
         of_rows = 1 if context.units is not None else max(1, batch)
         if len(tokens) // of_rows * of_rows != len(chosen) or weights.shape != chosen.shape:
             raise PrivateRefusal(
-                f"module '{self._dpflash.name}' got hidden states, expert indices and weights, "
-                "some of which lack tokens of the batch: expected [B T, I], [B T, K] and [B T, K]",
+                f"module '{self._dpflash.name}' got hidden states, expert indices and weights "
+                "that lack tokens of the batch: expected [B T, I], [B T, K] and [B T, K]",
                 shapes=[tuple(x.shape) for x in (hidden_states, top_k_index, top_k_weights)],
                 batch_size=batch,
             ) from None

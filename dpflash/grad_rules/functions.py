@@ -2,7 +2,7 @@
 
 vmap stacks the tables of all samples and looks up in the stack, so `padding_idx` would be a row of
 the first sample's table. Under vmap all tensors have requires_grad=False: attention would choose a
-kernel without a gradient for its mask, and code would not register its hooks.
+kernel without a gradient for its mask, and code that tests the flag would register no hooks.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class PerSampleFunctions(TorchFunctionMode):
         if _functorch.is_batchedtensor(indices):
             indices, outside = inside(indices, weight.shape[0])
             rows = F.embedding(indices, weight).masked_fill(outside.unsqueeze(-1), torch.nan)
-        else:  # Positions that all samples share: an error depends on their length alone.
+        else:  # Positions that all samples share: an error depends on their number alone.
             rows = F.embedding(indices, weight)
         if padding_idx is None:
             return rows

@@ -1,7 +1,7 @@
 """Rule for all other leaf layers: each sample runs with its own copy of the parameters.
 
 Under vmap over samples, the handles [B, ...] replace the parameters, and autograd's gradients for
-the handles are per-sample gradients. The rule is as slow as vmap; common layers have own rules.
+the handles are per-sample gradients. This is as slow as vmap; common layers have faster rules.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .by_document import by_document
 from .functions import PerSampleFunctions
 from .output_shapes import OutputShapes, map_tensors
 
-# Allowed difference relative to a row's norm: tensor cores round float32 operands to 10 bits.
+# Allowed difference / a row's norm, since tensor cores round float32 operands to 10 bits.
 _ROUNDING = 0.01
 _MIXES = (
     "{} gives a sample alone another result than in a batch, so nothing was released: its forward "
@@ -59,7 +59,7 @@ class PrivateLeaf(PrivateModule):
         context, given = self._dpflash, (args, dict(kwargs))
         if context.units is not None:
             return self._by_document(args, kwargs, context.units)
-        # transformers passes positions that all samples share as [T].
+        # transformers passes positions that all samples share as one tensor [T].
         positions = {
             k: kwargs.pop(k)
             for k in ("position_ids",)
@@ -75,7 +75,7 @@ class PrivateLeaf(PrivateModule):
                 shape=tuple(tensors[0].shape),
             ) from None
         if isinstance(self, nn.modules.conv._ConvNd) and args and args[0].is_contiguous():
-            # A dimension of size 1 may have any stride. With some strides torch's backward under
+            # A dimension of size 1 may have any stride. With some strides, torch's backward under
             # vmap fails in 16 bit on CPUs without 16-bit arithmetic ("grad_weight must be ...").
             args = (args[0].flatten().view(args[0].shape), *args[1:])
         others = [a for a in (*args, *kwargs.values()) if not isinstance(a, Tensor)]
@@ -102,7 +102,7 @@ class PrivateLeaf(PrivateModule):
             ) from None
         shared, per_sample = self._parameters_of(batch_size)
         if batch_size == 0:
-            # Gradients are empty, but the gate must take part in the exchange with other ranks.
+            # Gradients are empty, but the gate must join the exchange with other ranks.
             nothing = sum(handle.sum() for handle in per_sample.values())
             with PerSampleFunctions(context.name):
                 outputs = functional_call(self._copy(), shared, args, {**kwargs, **positions})
@@ -116,7 +116,7 @@ class PrivateLeaf(PrivateModule):
             parameters: dict[str, Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
         ) -> Any:
             if not is_flattened:
-                # Modules expect a batch dimension; under vmap it has one sample.
+                # Modules expect a batch dimension, which has one sample under vmap.
                 inputs, named = map_tensors(lambda a: a.unsqueeze(0), (inputs, named))
             named = {**named, **positions}
             outputs = functional_call(own_copy, {**shared, **parameters}, inputs, named)
@@ -183,8 +183,8 @@ class PrivateLeaf(PrivateModule):
     ) -> None:
         """Compare a first call with the module's own forward of the batch, without dropout.
 
-        Layers of torch are not compared, since they do not mix samples, nor layers that draw
-        random numbers other than dropout's.
+        Two types of layers are not compared: layers of torch, since they do not mix samples, and
+        layers that draw random numbers other than dropout's.
 
         Raises:
             PrivateRefusal: most rows differ by more than rounding.
@@ -211,8 +211,8 @@ class PrivateLeaf(PrivateModule):
         self._dpflash.compared.add(mode)
 
     def _writes_parameters(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
-        """Return whether a forward changes its parameters; it reads only the samples' shapes."""
-        # Runs with other values: a mask or a limit on norms might not change the current values.
+        """Return whether a forward writes its parameters; the samples' values are not used."""
+        # Runs with larger parameters, since a mask or norm limit may not change the current ones.
         own = {
             n: x.detach() + 1e4 if x.is_floating_point() else x.detach()
             for n, x in self.own_parameters().items()
@@ -237,7 +237,7 @@ class PrivateLeaf(PrivateModule):
     def _copy(self) -> nn.Module:
         """Return a copy without hooks, whose forward stores nothing in the module itself."""
         made = plain_copy(self) if torch.compiler.is_compiling() else copy_to_store_in(self)
-        # The call of the private module itself runs the hooks.
+        # No hooks in the copy: the call of the private module itself runs them.
         for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
             made.__dict__[hooks] = OrderedDict()
         return made
@@ -292,7 +292,7 @@ def _is_of_samples(x: Any) -> bool:
 def _is_mixed(outputs: Any, expected: Any) -> bool:
     """Return whether most rows of an output differ from those of a forward of the whole batch.
 
-    A few rows may differ without mixing: different rounding may change a choice such as argmax.
+    A few rows may differ without mixing, if rounding changes a choice such as argmax.
     """
     for found, wanted in zip(tree_leaves(outputs), tree_leaves(expected), strict=False):
         if not (isinstance(found, Tensor) and isinstance(wanted, Tensor)):
@@ -303,7 +303,7 @@ def _is_mixed(outputs: Any, expected: Any) -> bool:
         both = (one == two) | one.isnan() & two.isnan()
         apart = (one - two).masked_fill(both, 0.0).norm(dim=1)
         allowed = max(tolerance({found.dtype}), _ROUNDING) * two.norm(dim=1)
-        # NaN counts as a difference: a single sample has no variance, for example.
+        # NaN counts as a difference; the variance of a single sample is NaN, for example.
         if int((~(apart <= allowed)).sum()) * 2 > len(found):
             return True
     return False
@@ -321,5 +321,5 @@ def _turned(tree: Any) -> Any:
 class PrivateParametrized(PrivateLeaf):
     """A leaf whose weight is computed by torch.nn.utils.parametrize, for example weight_norm.
 
-    The parameters of the computation are the module's own; each sample repeats the computation.
+    The parametrization's parameters count as the module's; each sample computes the weight anew.
     """

@@ -120,7 +120,7 @@ class PrivateLinear(PrivateModule):
         if not torch.compiler.is_compiling() and is_in_transform():
             return ()
         if (autocast_dtype(x) or x.dtype) != (autocast_dtype(weight) or weight.dtype):
-            return ()  # torch's own product refuses different dtypes
+            return ()  # torch's own product raises for different dtypes
         if torch.compiler.is_compiling():  # guards on the step would cause recompilation
             return context.float8.casts(weight, None)
         step = context.backward.step
@@ -129,7 +129,7 @@ class PrivateLinear(PrivateModule):
         return context.float8.casts(weight, step.releases if is_open else None)
 
     def _ungated(self, x: Tensor, casts: tuple[Tensor, ...]) -> Tensor:
-        """Compute the products without parameter gradients: in evaluation, or if frozen."""
+        """Compute the output without parameter gradients, in evaluation or if frozen."""
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         x = x.to(autocast_dtype(x) or x.dtype)
         added = bias if bias is None else bias.detach().to(x.dtype)

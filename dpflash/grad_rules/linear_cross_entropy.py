@@ -29,7 +29,7 @@ from .linear import PrivateLinear
 
 # Elements of the logits held at once: 64 MiB in fp32.
 _CHUNK_ELEMENTS = 1 << 24
-# Tokens per tile of the weight gradient; with more, a tile has too few rows for a fast product.
+# Tokens per tile of the weight gradient: with more tokens, a tile has too few rows to be fast.
 _TILE_TOKENS = 2048
 
 
@@ -87,7 +87,7 @@ class Head:
     def gradients(
         self, *, x: bool, weight: bool, bias: bool, per_sample: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return requested gradients or None; with `per_sample`, of weight and bias [B, ...]."""
+        """Return the requested gradients, else None; those of W and b [B, ...] if `per_sample`."""
         batch, classes = self.x.shape[0], self.weight.shape[0]
         leading = (batch,) if per_sample else ()
         dx = torch.empty_like(self.x) if x else None
@@ -167,7 +167,7 @@ class UnitsHead:
         )
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """See `TiledUse`; yields the tiles of one unit after those of another."""
+        """See `TiledUse`; yields all tiles of one unit before those of the next unit."""
         for unit in range(self.batch_size):
             for _, rows in self._of(unit).tiles():
                 yield slice(unit, unit + 1), rows
@@ -222,7 +222,7 @@ def linear_cross_entropy(
     slot: Slot | None = None,
     units: Units | None = None,
 ) -> Tensor:
-    """Return the losses [B] of x [B, ..., E] and targets [B, ...]; both must have been checked."""
+    """Return the losses [B] of x [B, ..., E] and targets [B, ...], which the caller checked."""
     flat = x.reshape(x.shape[0], x.shape[1:-1].numel(), x.shape[-1])
     dtype = autocast_dtype(x)
     return _LinearCrossEntropy.apply(
@@ -241,7 +241,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Losses [B] of x [B, T, E]; gradients of W and b, or per-sample gradients of handles."""
+    """Losses [B] of x [B, T, E]; the backward returns gradients of W and b, or of handles."""
 
     @staticmethod
     def forward(
@@ -286,7 +286,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = dlosses / _sums(valid, units).clamp(min=1) if ctx.mean else dlosses
         scale = torch.where(valid, _of_tokens(scale, units, x.shape[1]), 0)
         need_x, need_weight, need_bias, weight_handle, bias_handle = ctx.needs_input_grad[:5]
-        # Parameters with handles are detached: W and b are either both plain or both per sample.
+        # A parameter with a handle is detached: W and b both get plain, or both per-sample grads.
         per_sample = weight_handle or bias_handle
         arguments = (x.detach(), weight.to(x.dtype), _like(bias, x), targets, lse, scale)
         needs = (need_x, need_weight or weight_handle, need_bias or bias_handle, per_sample)
@@ -310,7 +310,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class PrivateLinearCrossEntropy(PrivateLinear):
-    """Losses of x [B, ..., E] and targets [B, ...]; without targets, `PrivateLinear`'s logits."""
+    """Losses of x [B, ..., E] and targets [B, ...], or logits if there are no targets."""
 
     ignore_index: int
     reduction: str
@@ -334,7 +334,7 @@ class PrivateLinearCrossEntropy(PrivateLinear):
         self.check(x, targets)  # type: ignore[operator]
         x, targets = self._dpflash.check_sequences(x), self._dpflash.check_sequences(targets)
         if units is None and self._dpflash.units is not None:
-            x, targets = x[0], targets[0]  # each row of a unit has a loss
+            x, targets = x[0], targets[0]  # one loss for each row of a unit
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         assert weight is not None
         samples = x.shape[0] if (own := self._dpflash.units) is None else own.size
@@ -394,7 +394,7 @@ def _like(tensor: Tensor | None, other: Tensor) -> Tensor | None:
     return None if tensor is None else tensor.to(other.dtype)
 
 
-# Two operators hide the loops from the compiler, which would save the recomputed tensors.
+# Operators hide the loops from the compiler, which would save tensors instead of recomputing.
 _LIBRARY = torch.library.Library("dpflash", "FRAGMENT")
 _LIBRARY.define(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, "

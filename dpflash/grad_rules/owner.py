@@ -70,29 +70,29 @@ class PrivateOwner(PrivateModule):
                 "torch.compile cannot trace; leave out torch.compile"
             )
         leaves, structure = tree_flatten((args, kwargs))
-        # Training does not read empty caches, so the call runs without them. A second call may
-        # read what this call would have stored, so each cache is omitted only once.
+        # Training does not read empty caches, so the call runs without them. A later call with the
+        # same cache may read what this call should have stored, so it is not left out again.
         empty = {i for i, x in enumerate(leaves) if _is_empty_cache(x)}
         given, caches = leaves, {i for i in empty if self._dpflash.note_left_out(leaves[i])}
         leaves = [None if i in caches else x for i, x in enumerate(leaves)]
         batch_size = self._batch_size(leaves)
         in_dims = [self._in_dim(x, batch_size, structure, i) for i, x in enumerate(leaves)]
         device = next(x.device for x in leaves if isinstance(x, Tensor))
-        # Under vmap autocast misses operations, so it is on only in the layers below.
+        # Under vmap autocast misses operations, so autocast is on only in the layers below.
         dtype = _autocast_dtype(device)
         leaves = [_widened(x, dtype) for x in leaves]
         handles = self.private_handles(batch_size)
         own = [n for n in self._dpflash.slots if handles[n] is not None]
         owned = {n: handle for n in own if (handle := handles.values(n)) is not None}
         if batch_size == 0:
-            # Gradients are empty, but the gate must take part in the exchange with other ranks.
+            # Gradients are empty, but the gate must join the exchange with other ranks.
             nothing = sum(handle.sum() for handle in owned.values())
             outputs = super().forward(*args, **kwargs)
             return tree_map_only(
                 Tensor, lambda t: t + nothing if t.is_floating_point() else t, outputs
             )
         own_copy: Any = None
-        # The outputs that are not tensors, such as None for attention weights, and the structure.
+        # Two items: the flattened outputs (`_TENSOR` for each tensor), and their structure.
         found: list[Any] = []
 
         def one(parameters: dict[str, Tensor], *inputs: Any) -> Any:
@@ -100,7 +100,7 @@ class PrivateOwner(PrivateModule):
             outside = _Outside(described(self), batch_size, level, device, dtype)
             own_copy.__dict__["_modules"] = {n: outside.of(m) for n, m in self._modules.items()}
             own_copy.__dict__["_parameters"] = {**self._parameters, **parameters}
-            # Modules expect a batch dimension; under vmap it has one sample.
+            # Modules expect a batch dimension, which has one sample under vmap.
             rows = [
                 x if dim is None else x.unsqueeze(0)
                 for x, dim in zip(inputs, in_dims, strict=True)
@@ -119,12 +119,12 @@ class PrivateOwner(PrivateModule):
             run = vmap(one, in_dims=(0, *in_dims), randomness="different")
             with _OwnerFunctions(self), self._named(), _autocast(device, None):
                 tensors = iter(run(owned, *inputs))
-            # An output is [1, ...] for each sample, or has a row for each of the sample's windows.
+            # A sample's output is [1, ...], or has a row for each of the sample's windows.
             results = [next(tensors).flatten(0, 1) if x is _TENSOR else x for x in found[0]]
             return tree_unflatten(results, found[1])
 
         def of_batch(inputs: list[Any]) -> Any:
-            # Includes the caches that are left out when samples are run one by one.
+            # With copies of the caches that are left out when samples run one by one.
             own = [copy.deepcopy(given[i]) if i in caches else x for i, x in enumerate(inputs)]
             return self._batch_forward(*tree_unflatten(own, structure))
 
@@ -135,9 +135,9 @@ class PrivateOwner(PrivateModule):
         if expected is not None and not _is_equal(outputs, expected):
             self._refuse_mixing()
         if is_to_compare:
-            # Added after the comparison, so that a loop that catches the error gets it again.
+            # Added after the comparison: a loop that catches the error gets the error again.
             self._dpflash.compared.add(call)
-        # Plain values such as counters; under vmap they cannot depend on the data.
+        # Keep plain values, such as counters, which cannot depend on the data under vmap.
         plain = {k: v for k, v in own_copy.__dict__.items() if isinstance(v, PLAIN)}
         self.__dict__.update((k, v) for k, v in plain.items() if k not in OF_TORCH)
         return outputs
@@ -192,13 +192,13 @@ class PrivateOwner(PrivateModule):
         return outputs
 
     def _is_to_compare(self, call: tuple[str, tuple[int | None, ...]]) -> bool:
-        """Return whether to compare with a forward of the batch: in the proof of the model's
-        forward, and if the call has new arguments, or treats other arguments as those of a batch.
+        """Return whether to compare with a forward of the batch: if the proof records the forward,
+        if the call has new arguments, or if other arguments than before belong to the batch.
         """
         backward = self._dpflash.backward
         if backward.forward.rows is not None:
             return backward.forward.rows.compares
-        # Other ranks may not make such a call, and sharded layers need all ranks.
+        # Sharded layers need all ranks, and other ranks may not make such a call: not compared.
         shards = any(is_sharded(p) for p in self.parameters())
         is_new = call not in self._dpflash.compared
         return is_new and backward.proof.is_on and not shards and not is_recomputing()
@@ -210,10 +210,10 @@ class PrivateOwner(PrivateModule):
         inputs: list[Any],
         device: torch.device,
     ) -> Any:
-        """Return the outputs of the module's own forward for the batch; None if it drew masks.
+        """Return the outputs of the module's own forward for the batch; None if it was random.
 
         Raises:
-            PrivateRefusal: without dropout, the outputs of the batch and of single samples differ.
+            PrivateRefusal: it was random, and differs from single samples without dropout too.
             RuntimeError: the forward sets an attribute.
         """
         random_state, attributes = RandomState(device), OwnAttributes(self.named_modules())
@@ -231,7 +231,7 @@ class PrivateOwner(PrivateModule):
                 expected = run(of_batch)
                 if RandomState(device).equals(random_state):
                     return expected
-                # Random masks depend on the order in memory, which may differ.
+                # Masks depend on the order of elements in memory, so compare without dropout.
                 with WithoutDropout():
                     if not _is_equal(run(one_by_one), run(of_batch)):
                         self._refuse_mixing()
@@ -261,17 +261,17 @@ class PrivateOwner(PrivateModule):
         return len(self._dpflash.check_batch(tensors[0]))
 
     def _in_dim(self, leaf: Any, batch_size: int, structure: TreeSpec, index: int) -> int | None:
-        """Return 0 for a tensor of the batch; None for plain values and shared tensors."""
+        """Return the vmap dimension: 0 for a batch, None for plain values and shared tensors."""
         if not isinstance(leaf, Tensor):
             return None
         is_positions = leaf.ndim == 1 and not leaf.requires_grad
         # Recorded for each argument, so that labels [B] and positions [T] can be arguments of one
-        # call. If T = B, only an earlier T != B distinguishes them; a tensor of one entry cannot.
+        # call. If T = B, an argument is positions only if it had T != B and T > 1 before.
         places = self._dpflash.places
         place = (str(structure), index) if is_positions else None
         if leaf.ndim and len(leaf) == batch_size and places.get(place) != "positions":
-            # transformers passes no mask for a batch without padding, so masks are not compared.
-            # Their effect is seen in the inputs of later layers, in losses and in gradients.
+            # Masks are not recorded: transformers passes none for a batch without padding. Their
+            # effect is compared in the inputs of later layers, in losses and in gradients.
             if not _is_mask(leaf):
                 self._dpflash.check_batch(leaf)
             if place is not None and batch_size > 1:
@@ -338,14 +338,14 @@ def _is_close(found: Tensor, expected: Tensor, dtypes: set[torch.dtype]) -> bool
     if not found.is_floating_point():
         return bool((found == expected).all())
     apart = torch.where(found == expected, 0.0, found - expected).double().norm()
-    # Rows that are not finite are refused or dropped by other code.
+    # Other code refuses or drops rows that are not finite.
     return not bool(apart > tolerance(dtypes) * found.double().norm())
 
 
 def _is_equal(outputs: Any, expected: Any) -> bool:
     """Return whether tensors differ only by rounding; ignores tensors beyond the shorter list.
 
-    Hooks of an outer call, such as those that collect hidden states, add outputs in each forward.
+    Hooks of an outer call, such as hooks that collect hidden states, add outputs in each forward.
     """
     # Detached, since checkpointing counts the tensors that a forward saves.
     found = [x.detach() for x in tree_flatten(outputs)[0] if isinstance(x, Tensor)]
@@ -360,8 +360,8 @@ class PrivateSampleBySample(PrivateOwner):
     """A module without parameters of its own whose layers do not get the batch first.
 
     T5's first attention looks up positions `[T, T]` that all samples share; in Swin's layers the
-    first dimension is windows of samples. Here, positions are looked up for each sample, which
-    needs B times the memory of the bias.
+    first dimension is windows of samples. This class runs the module for each sample. A bias that
+    is looked up by positions then needs B times the memory.
     """
 
     def is_private_call(self) -> bool:
@@ -441,7 +441,7 @@ class _Outside:
         if module is None:
             return None
         made = object.__new__(_type_outside(plain_class(module)))
-        # Set without __setattr__, in which recurrent layers read other attributes.
+        # Set without __setattr__: that of recurrent layers reads other attributes.
         object.__setattr__(made, "__dict__", copy_to_store_in(module).__dict__)
         made.__dict__["_module"] = module
         made.__dict__["_outside"] = self
@@ -450,7 +450,7 @@ class _Outside:
         return made
 
     def output(self, x: Tensor) -> Tensor:
-        """Check that the owner's output for one sample has a dimension, and return the output."""
+        """Return the owner's output for one sample; raise if it has no dimension."""
         if not x.ndim:
             raise ValueError(
                 f"{self.owner} returned a number for one sample; a module with parameters of its "
@@ -460,7 +460,7 @@ class _Outside:
                 "requires_grad_(False)"
             )
         if len(x) == self.batch_size != 1 and not _functorch.is_batchedtensor(x):
-            # A hook stored this output of a layer below; the owner itself has seen single rows.
+            # A hook stored this output [B, ...] of a layer below: return one row per sample.
             return self._mapped(x.unsqueeze(1))
         return x
 
@@ -493,7 +493,7 @@ class _Outside:
                 "the whole module to checkpoint, or leave checkpointing out"
             )
         if isinstance(module, ParametrizationList):
-            # The forward reads a computed weight, to which the layer's rule does not apply.
+            # The call computes a weight, to which the layer's rule does not apply.
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad:
                     self._refuse_reading(name)
@@ -502,8 +502,8 @@ class _Outside:
             _refuse_recurrent(self.owner, module)
         leaves, structure = tree_flatten((args, kwargs))
         mapped = [x for x in leaves if isinstance(x, Tensor) and _functorch.is_batchedtensor(x)]
-        # Bare inputs have no batch dimension, but a sample's tokens or windows first. Layers that
-        # treat all tokens alike run on all samples at once; other layers per sample under vmap.
+        # Bare inputs have no batch dimension: a sample's tokens or windows come first. Layers that
+        # treat all tokens alike run on all samples at once; other layers run per sample, by vmap.
         is_second = bool(mapped) and isinstance(module, BatchSecond)
         is_bare = is_second or any(not x.ndim or x.shape[0] != 1 for x in mapped)
         if is_bare and plain_class(module).forward not in _POINTWISE:
@@ -531,7 +531,7 @@ class _Outside:
         return tree_map_only(Tensor, lambda x: self._rows(module, x, is_mapped), outputs)
 
     def _expanded(self, module: nn.Module, leaves: list[Any]) -> tuple[list[Any], bool]:
-        """Expand shared inputs to one for each sample; also return whether they are bare."""
+        """Expand shared inputs to all samples; return (inputs, whether they are bare)."""
         tensors = [x for x in leaves if isinstance(x, Tensor) and x.ndim]
         is_bare = any(len(x) != 1 for x in tensors)
         if is_bare and not (
@@ -560,7 +560,7 @@ class _Outside:
 
     def _rows(self, module: nn.Module, x: Tensor, is_mapped: bool) -> Tensor:
         if not is_mapped and not x.requires_grad:
-            # Positions or masks, whose number of tokens may equal the number of samples.
+            # Not a batch, even if the first dimension is B: positions [T] or masks with T = B.
             return x
         if x.ndim and x.shape[0] == self.batch_size:
             return self._mapped(x.unsqueeze(1))

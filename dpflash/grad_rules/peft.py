@@ -20,7 +20,7 @@ from .generic import PrivateLeaf
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Return whether a module, a PEFT layer with a ParameterDict, owns the parameters below it."""
+    """Return whether a module is a PEFT layer that owns its ParameterDict and all below it."""
     if not type(module).__module__.startswith("peft.tuners."):
         return False
     return any(
@@ -50,7 +50,7 @@ class PrivatePrompts(PrivateModule):
             return super().get_prompt(batch_size, task_ids, max_cache_len)  # type: ignore[misc]
         units = model._dpflash.backward.forward.units
         if units is not None and not units.are_rows:
-            self.refuse_documents()  # The documents of a row would share its prompt.
+            self.refuse_documents()  # All documents of a row would share one prompt.
         name = model.active_adapter
         encoder = model.prompt_encoder[name]
         tokens = model.prompt_tokens[name].to(encoder.embedding.weight.device)

@@ -102,8 +102,8 @@ def _run(
 ) -> tuple[Tensor, ...]:
     """Run the forward of one layer in one direction by torch's operator.
 
-    Padding is run too: in torch's operator for packed sequences, a sample's bits depend on the
-    number of other samples that reach the same step.
+    Padding runs through the layer, too: in torch's operator for packed sequences, a sample's bits
+    would depend on the number of other samples that reach the same step.
     """
     forward, has_bias = CELLS[mode][0], weights.bias_ih is not None
     states = [h.unsqueeze(0).contiguous() for h in (h0, c0) if h is not None]
@@ -199,8 +199,8 @@ class PrivateRecurrent(PrivateModule):
     """`nn.LSTM`, `nn.GRU` or `nn.RNN` with the outputs of the plain module.
 
     The forward is torch's. The backward recomputes all gates in one product from the states, and
-    then loops over the steps in Python. So it needs more time and memory than the plain module's
-    backward, most of all with grad_sample_mode="ghost".
+    then loops over the steps in Python. The backward therefore needs more time and memory than
+    that of the plain module, most of all with grad_sample_mode="ghost".
 
     A PackedSequence is padded to the longest sequence that the module has received. It must be
     packed with ``enforce_sorted=False``. Unpack with `total_length`, since layers whose shapes
@@ -208,8 +208,8 @@ class PrivateRecurrent(PrivateModule):
 
     Guarantees:
         Row i of all outputs depends only on row i of the inputs and states. For packed sequences
-        this holds up to rounding: their longest length is not public, and another length may round
-        the products of all samples differently. Pad to a public length if the bound must be exact.
+        this holds up to rounding: the longest length is not public, and another longest length may
+        change how products of all samples round. For an exact bound, pad to a public length.
         States that a loop carries over to the next batch are data of other samples, whose
         contribution is not bounded.
     """
@@ -252,7 +252,7 @@ class PrivateRecurrent(PrivateModule):
         context = self._dpflash
         if isinstance(given, PackedSequence):
             if given.sorted_indices is None:
-                # If a batch is in this order by chance, the test of the first batch misses it.
+                # The test of the first batch misses this if the batch happens to be sorted.
                 raise ValueError(
                     f"input of module '{context.name}' ({self.mode}) is packed with "
                     "enforce_sorted=True, so the model orders samples by their lengths, and "

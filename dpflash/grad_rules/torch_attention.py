@@ -117,7 +117,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
                 "is_causal is only a hint about the mask. Pass both"
             )
         q, k, v = self._projected(*self._batch_first(query, key, value))
-        # As in torch, is_causal replaces the mask unless there is another mask or need_weights.
+        # As in torch, is_causal replaces attn_mask unless another mask or need_weights is given.
         is_causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if is_causal else self._mask(q, k, attn_mask, key_padding_mask)
         q, k, v = (self._heads(t) for t in (q, k, v))
@@ -130,7 +130,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
         return out if self.batch_first else out.transpose(0, 1), weights
 
     def _batch_first(self, *inputs: Tensor) -> list[Tensor]:
-        """Return the inputs with the batch first; inputs that are one tensor stay one tensor."""
+        """Return the inputs with the batch first; an input given twice stays one tensor."""
         context, found = self._dpflash, {}
         for x in inputs:
             if x.is_nested or x.ndim != 3:
@@ -180,7 +180,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
     def _project(
         self, handles: Handles, name: str, sources: list[Tensor], rows: list[int], start: int = 0
     ) -> tuple[Tensor, ...]:
-        """Project each source by its `rows` of one weight; its biases begin at `start`."""
+        """Project each source by its rows of one weight (`rows`) and biases from `start` on."""
         weight, bias = self._parameters[name], self._parameters["in_proj_bias"]
         assert weight is not None
         outputs, inputs = weight.shape
@@ -216,7 +216,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
     def _mask(
         self, q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: Tensor | None
     ) -> Tensor | None:
-        """Merge both masks into one that is added to the scores, broadcast to [B, H, T, S]."""
+        """Merge both masks into one, to broadcast to [B, H, T, S] and add to the scores."""
         batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
         learned = int(self._parameters.get("bias_k") is not None)
         shapes = (queries, keys - learned), (batch * self.num_heads, queries, keys - learned)
@@ -273,7 +273,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
 class PrivateTransformerEncoder(PrivateModule):
     """`torch.nn.TransformerEncoder` that creates nested tensors only without gradients.
 
-    Plain torch decides by its first layer alone, which may be frozen.
+    Plain torch checks the first layer alone: if it is frozen, later layers get nested tensors.
     """
 
     @property

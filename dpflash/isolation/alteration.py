@@ -43,11 +43,11 @@ def of_documents(batch: PackedBatch, number: int) -> Alteration:
 
 
 def of_one(batch: Any, before: Any | None, real: Tensor) -> Alteration:
-    """Return the altered version of a microbatch of one sample: another microbatch, or a copy.
+    """Alter a microbatch of one sample: return another microbatch, or a copy.
 
     Args:
         batch: the microbatch, which is not changed.
-        before: another microbatch of the logical batch, run instead; None for a copy of `batch`.
+        before: another microbatch of the logical batch, to run instead; None to run a copy.
         real: `[U]`, bool: which entry is the sample, if any.
     """
     given, kept = (copied(batch), real.clone()) if before is None else (before, real & ~real)
@@ -95,14 +95,14 @@ def sources(
 
     A random half of the samples, and all padding, receive the contents of one and the same sample,
     since many copies of one sample overload any routing with a capacity. Samples that may
-    determine a scale or a weight of the batch, see `_telling`, are replaced first; in half of the
-    cases the copied sample has the rarest label. If there are four samples or more, those with the
-    most and the least padding in a mask keep their contents: without padding, operators run other
+    determine a scale or a weight of the batch, see `_telling`, are replaced first. In half of the
+    cases the copied sample has the rarest label. Of four samples or more, those with the most and
+    the least padding in a mask keep their contents: without padding, operators run other
     kernels, which round differently, and a loop may cut a batch to its longest sample.
 
     Args:
         batch, size, real, units, rng: see `of_samples`.
-        telling: further samples to replace first.
+        telling: more samples to replace first.
     """
     samples = np.arange(size) if real is None else real.nonzero().flatten().numpy()
     sample_of = sample_of_rows(size, units)
@@ -117,7 +117,7 @@ def sources(
     rare, extreme = (x if 2 * len(x) <= len(samples) else set() for x in (rare, extreme))
     extreme |= set(telling)
     order = rng.permutation(samples).tolist()
-    # A class weight that depends on the class's own count changes only losses of this class.
+    # If a class's weight depends on the class's own count, only losses of this class change.
     copies_rare = len(least | most) < len(order) // 2 and bool(rng.integers(2))
     first = next((s for s in order if copies_rare and s in rare), None)
     order.sort(key=lambda s: (s != first, s not in least, s not in most, s in rare, s in extreme))
@@ -129,7 +129,7 @@ def sources(
 
 
 def kept_by(source: Tensor, real: Tensor | None) -> Tensor:
-    """Return which samples keep their contents: `[U]`, bool; none of fewer than two samples."""
+    """Return which samples keep their contents: `[U]`, bool; none if there are fewer than two."""
     own = source == torch.arange(len(source))
     real = torch.ones_like(own) if real is None else real
     return own & real & (real.sum() > 1)
@@ -150,14 +150,14 @@ def complement(batch: Any, first: Alteration, rng: np.random.Generator) -> Alter
 
 
 def _filled(batch: Any, size: int, rows: list[int]) -> tuple[set[int], set[int]]:
-    """Return the rows with the least and the greatest sum of a mask; none if sums are equal."""
+    """Return the rows with the least and the greatest sum of a mask; none if all are equal."""
     sums = [own[rows] for own in mask_sums(batch, size) if rows]
     sums = [own for own in sums if bool((own != own[0]).any())]
     return {rows[int(own.argmin())] for own in sums}, {rows[int(own.argmax())] for own in sums}
 
 
 def _telling(batch: Any, size: int, rows: list[int]) -> tuple[set[int], set[int]]:
-    """Return the rows with the rarest label, and those with the largest or smallest entry."""
+    """Return the rows with the rarest label; the rows with the greatest or least maximum."""
     rare: set[int] = set()
     extreme: set[int] = set()
     for _, x in entries_of(batch, size):

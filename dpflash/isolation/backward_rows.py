@@ -39,7 +39,7 @@ class ProvableBackward(Protocol):
         """Whether torch.compile compiled the model under `allow_second_backwards`."""
 
     def handles(self) -> Iterator[tuple[tuple[int, int], str, bool, Tensor]]:
-        """Yield ((group, position), layer, whether the handle's own gradient counts, handle)."""
+        """Yield ((group, position), layer, whether to watch the handle's gradient, handle)."""
 
     def only_watched(self, watch: Watch) -> AbstractContextManager[None]:
         """In the body, gates save no tensors, and only this watch sees the operations."""
@@ -61,7 +61,7 @@ class ProvableBackward(Protocol):
 
 
 class WatchedRows(Watch, Protocol):
-    """A watch that also sees the handles' gradients in a backward that does not run the gates."""
+    """A watch that sees the handles' gradients even if a backward does not run the gates."""
 
     def dense(self, slot: Slot, layer: str, grad: Tensor | None) -> Tensor | None:
         """Record the gradient of a handle; return it, or a stand-in."""
@@ -69,7 +69,7 @@ class WatchedRows(Watch, Protocol):
 
 @dataclass
 class _Use:
-    """The rows of one operation: summaries, nonzero rows `[B]`, its number, shape of a row."""
+    """One operation: summaries of its rows, which rows are nonzero, its number, a row's shape."""
 
     summaries: Tensor
     nonzero: Tensor
@@ -90,9 +90,9 @@ class BackwardRows:
         uses: the operations on each parameter, in order.
         layers: the name of each parameter's layer.
         refusal: message with the layer nearest to the losses that has a nonzero row of weight 0.
-        is_foreign: whether some rows were of another batch, which other code refuses.
+        is_foreign: whether there were rows of another batch; other code refuses such rows.
         has_met_gate: whether a gate ran, which shows that this is a backward of losses.
-        left_out: `[B]`, bool: samples with a row that is not finite, which are not compared.
+        left_out: `[B]`, bool: samples that are not compared, because a row is not finite.
         dtypes: the dtypes of all rows.
     """
 
@@ -112,7 +112,7 @@ class BackwardRows:
         self._see((gate.index, position), gate.layer_of(position), *gate.by_sample(rows[0]))
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
-        """Record the handles' gradients at a gate; gates run in a backward that the loop calls."""
+        """Record the handles' gradients at a gate, which only the loop's own backward runs."""
         self.has_met_gate = True
         for position, grad in enumerate(grads):
             if grad is not None and gate.is_dense(position):
@@ -134,7 +134,7 @@ class BackwardRows:
         self.dtypes.add(rows.dtype)
         flat = rows.reshape(len(rows), rows.shape[1:].numel())
         sizes = greatest(flat)
-        # Adding 0.0 turns -0.0 into 0.0: sums with zeros of other samples may be either.
+        # Adding 0.0 turns -0.0 into 0.0, since a sum of zeros may have either sign.
         parts = flat.split(max(1, _AT_ONCE // max(1, flat.shape[1])))
         summaries = torch.cat([row_summaries(part + 0.0, rounds=self.rounds) for part in parts])
         if units is not None:
@@ -174,9 +174,9 @@ def differentiate(
         if counts:
             hooks.append(handle.register_hook(functools.partial(watch.dense, slot, layer)))
     if not handles:
-        return False  # No loss reaches a private layer, which other code refuses.
+        return False  # No loss reaches a private layer: other code raises an error.
     for node in {x.grad_fn for x in outputs if x.grad_fn} if owner.is_compiled else ():
-        # The thread that runs a GPU's backward has its own settings of torch.compile.
+        # A GPU's backward runs in a thread that has its own settings of torch.compile.
         hooks.append(node.register_prehook(lambda grads: allow_second_backwards()))
     try:
         if keeps_graph:

@@ -60,9 +60,9 @@ class Call:
         return self.altered(torch.full_like(source, int(source.bincount(minlength=1).argmax())))
 
     def rest(self) -> Iterator[tuple[object, str, Any]]:
-        """Yield (argument, path, leaf) of tensors and other values without replaced samples.
+        """Yield (argument, path, leaf) of tensors and other values in which no sample is replaced.
 
-        With packed documents, integer tensors are left out: they say where documents begin.
+        With packed documents, integer tensors are left out, since they hold documents' borders.
         """
         for name, value in self._rest.items():
             for place, leaf in _leaves_within(value):
@@ -75,7 +75,7 @@ class Call:
 
 
 class LeftAlone:
-    """Tracks whether the arguments without replaced samples are the same in all calls."""
+    """Tracks whether arguments in which no sample is replaced are the same in all calls."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], object] = {}
@@ -93,7 +93,7 @@ class LeftAlone:
 
 
 def most_samples(args: Any, kwargs: Any) -> int:
-    """Return an upper bound on B in a call of a model: the longest first dimension or list."""
+    """Return an upper bound on B in a model's call: the largest first dimension or list length."""
     values = (*args, *kwargs.values())
     lists = [v for value in values for _, v in leaves_of(value, kinds=(list, tuple))]
     dims = [t.shape[0] for _, t in tensors_of(values) if t.ndim]
@@ -101,7 +101,7 @@ def most_samples(args: Any, kwargs: Any) -> int:
 
 
 def _contents(leaf: Any) -> object:
-    """Return a key that is equal for equal contents; an object of unknown class is its own key."""
+    """Return a key that is equal for equal contents; for an unknown class, the object itself."""
     if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
         return int(row_digests(leaf.unsqueeze(0)))
     return hash(leaf.tobytes()) if isinstance(leaf, np.ndarray) else leaf
@@ -122,7 +122,7 @@ def _leaves_within(value: Any, place: str = "", depth: int = 0) -> Iterator[tupl
 
 
 def _lengths(value: Any, size: int) -> Iterator[tuple[int, ...]]:
-    """Yield, for each list of `size` samples and each dimension, the lengths of all samples."""
+    """For each list of `size` samples, yield the samples' sizes in each dimension."""
     for _, found in leaves_of(value, kinds=(list, tuple)):
         if len(found) == size and all(hasattr(x, "__len__") for x in found):
             shapes = [x.shape if hasattr(x, "shape") else (len(x),) for x in found]

@@ -1,8 +1,8 @@
 """Comparison: finds what differs between two runs for samples with the same contents in both.
 
 On a deterministic device all results must be equal bit for bit. On other devices rows may differ
-by sqrt(eps) of their norm, and losses by eps^(2/3): rounding is smaller, and the effect of other
-samples is seldom that small. For gradients of samples in other rows see `PlaceTrial`.
+by sqrt(eps) of their norm, and losses by eps^(2/3). Rounding differences are smaller, and other
+samples' effects seldom are. For gradients of samples in other rows see `PlaceTrial`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def reached(first: ForwardRows, second: ForwardRows, replaced: Tensor) -> bool:
 
 
 def kept(first: ForwardRows, second: ForwardRows, size: int, attributes: list[str]) -> str | None:
-    """Return a message about the first difference of forwards that began with other attributes.
+    """Compare two forwards that began with different attributes; return a message or None.
 
     Args:
         first, second: two forwards of one batch.
@@ -114,7 +114,7 @@ def kept(first: ForwardRows, second: ForwardRows, size: int, attributes: list[st
 def _first_difference(
     first: ForwardRows, second: ForwardRows, unchanged: Tensor
 ) -> tuple[str, torch.Size, torch.Size] | None:
-    """Return (where two forwards differ first, the shape there in each forward), or None."""
+    """Return (first tensor that differs, its shapes in the two forwards), or None."""
     tolerated = tolerance(first.dtypes)
     for i in range(max(len(first.where), len(second.where))):
         if first.where[i : i + 1] != second.where[i : i + 1]:
@@ -143,8 +143,8 @@ def changed_losses(
     """Return which samples of `kept` have different losses: `[U]`, bool, on the CPU.
 
     If a deterministic device repeats a computation, losses must be equal bit for bit. Otherwise
-    they may differ by eps^(2/3), relative to the largest of the loss, the mean over `kept` and the
-    median of all samples: the sample on which the others depend may have any loss.
+    losses may differ by eps^(2/3) of the largest of three values: the sample's loss, the mean over
+    `kept`, and the median of all samples. A mean of all could include a replaced, huge loss.
 
     Args:
         before, now: losses of two runs; or `[U, K]`, products of gradients with K random vectors,
@@ -177,7 +177,7 @@ def changed_losses(
 
 
 def changed_rows(before: list[Tensor], now: list[Tensor]) -> Tensor | None:
-    """Return which rows differ in some tensor: `[U]`, bool, from digests `[U]` of each tensor.
+    """Return `[U]`, bool: which rows differ in some tensor; arguments are lists of digests `[U]`.
 
     Returns None if the two batches do not have the same tensors.
     """
@@ -192,7 +192,7 @@ def changed_rows(before: list[Tensor], now: list[Tensor]) -> Tensor | None:
 def changed_use(
     before: BackwardRows, now: BackwardRows, kept: Tensor, text: str, group: int | None = None
 ) -> str | None:
-    """Return a message with the layer nearest to the losses in which a kept sample's rows changed.
+    """Return a message that names the layer, nearest to the losses, where kept rows changed.
 
     Args:
         before, now: the rows of two backwards.
@@ -211,7 +211,7 @@ def changed_use(
         if len(one) != len(two):
             return _COUNTS.format(layer=layer)
         for a, b in zip(one, two, strict=True):
-            # A recurrent layer pads a row to the longest row that it has received so far.
+            # If samples run one by one, a recurrent layer pads to the longest sample so far.
             if now.rounds and a.lengths != b.lengths:
                 continue
             if bool((differing(a.summaries, b.summaries, tolerated).cpu() & included).any()):

@@ -24,7 +24,7 @@ def copied(batch: Any) -> Any:
 
 
 def with_layout_of(t: Tensor, values: Tensor) -> Tensor:
-    """Copy values with the strides and alignment of t, on which the choice of kernels depends."""
+    """Copy values with the strides and alignment of t, since these determine the kernels."""
     values = values.detach()
     if t.layout != torch.strided or t.is_nested:
         return values.clone().requires_grad_(t.requires_grad)
@@ -35,5 +35,5 @@ def with_layout_of(t: Tensor, values: Tensor) -> Tensor:
     # An expanded tensor stores several entries at one address.
     single = [slice(1) if s == 0 else slice(None) for s in t.stride()]
     copy[tuple(single)].copy_(values[tuple(single)])
-    # Without detach the copy is a view, and views of it would not be recognized as the batch's.
+    # Detached: if the copy were a view, views of the copy would not count as the batch's.
     return copy.detach().requires_grad_(t.requires_grad)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 _AT_ONCE = 1 << 22  # logits
-_FITS = 1e-3  # allowed error over a token's weight; other losses than cross-entropy exceed it
+_FITS = 1e-3  # allowed error / token's weight; losses other than cross-entropy exceed it
 _SAME = 1e-4  # allowed relative difference of samples' weights
-_REPEATED = 4  # classes must recur this often in other samples to show one weight per class
+_REPEATED = 4  # with this many repeats of classes in other samples, weights are per class
 # Relative rounding error of a scalar that is a sum of many terms.
 _SCALAR_ROUNDING = 1e-5
 
@@ -58,7 +58,7 @@ _NOT_A_SUM = (
 def exchanges(size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the samples `[B]` of three batches a, b, c, as indices into one batch d.
 
-    In each row, the samples of a and d are also those of b and c, in one order or the other.
+    In each row, a and d have the same two samples as b and c.
     """
     own = torch.arange(size)
     turned, is_even = own.roll(-1), own % 2 == 0
@@ -70,13 +70,13 @@ def refuse_scalars(batches: Sequence[Sequence[Tensor]], declared: str) -> str | 
 
     Args:
         batches: 0-dim outputs of the model for batches a, b, c, d. In each row, the samples of a
-            and b are also those of c and d.
+            and b are also the samples of c and d.
         declared: "mean" or "sum".
 
-    Means and sums over samples satisfy a + b = c + d, even if random masks differ between rows.
+    Means and sums over samples satisfy a + b = c + d, even if each row has its own random mask.
     """
     if len({len(batch) for batch in batches}) != 1:
-        return None  # The number of outputs depends on the batch.
+        return None  # The model returned different numbers of scalars.
     for of_place in zip(*batches, strict=True):
         a, b, c, d = (float(x) for x in of_place)
         size = abs(a) + abs(b) + abs(c) + abs(d)
@@ -110,7 +110,7 @@ def refuse_weights(
         weights = of_tokens.sum(1)
         least, most = float(weights.min()), float(weights.max())
         if most - least > _SAME * most:
-            # The weight of a single sample is 1 in a sum, too.
+            # If only one sample has a weight, this weight is 1 in a declared sum, too.
             is_of_several = int((weights > _SAME * most).sum()) > 1 or declared == "mean"
             if abs(float(weights.sum()) - 1) < _SAME and is_of_several:
                 return _OVER_TOKENS.format(declared=declared)
@@ -133,9 +133,9 @@ def _is_of_no_known_scale(weights: Tensor, targets: Tensor, unit: float) -> bool
         targets: `[B, T]`, the classes.
         unit: weight of a sample in the declared reduction.
 
-    Known factors are those of a sum over the tokens of a sample, and of a mean over all T tokens,
-    or over T - 1 if labels are shifted. Losses that weight samples, or that weight tokens by their
-    probability, give one class different weights; for them the result is False.
+    Equal weights with a known factor (a sum over a sample's tokens, or a mean over all T tokens or
+    over T - 1 for shifted labels) give False. So do tokens of one class with different weights, as
+    in losses that weight samples, or that weight tokens by their probability.
     """
     used = weights > 0
     classes, index = targets[used].unique(return_inverse=True)
@@ -190,7 +190,7 @@ def _token_weights(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor] | None:
     rounding = 4 * torch.finfo(g.dtype).eps
     z, g = z.double(), g.double()
     if bool((g.ne(0).sum(1) <= 1).all() and (g <= 0).all() and g.any()):
-        # z may be log-probabilities: a likelihood's gradient is nonzero only at the target.
+        # z may be log-probabilities, whose gradient is nonzero only at the target.
         are_logs = z.logsumexp(1)[g.any(1)].abs() < 8 * rounding * z.shape[1]
         return (-g.sum(1), g.argmin(1)) if bool(are_logs.all()) else None
     least, target = g.min(1, keepdim=True)
@@ -199,7 +199,7 @@ def _token_weights(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor] | None:
     others = z.softmax(1).scatter(1, target, 0.0)
     of_others = others.sum(1)
     used = g.ne(0).any(1)
-    # Sums over the other classes do not cancel, even if the target's probability is almost 1.
+    # Unlike 1 - p at the target, sums over the other classes do not cancel if p is almost 1.
     weights = g.scatter(1, target, 0.0).sum(1) / of_others
     weights = torch.where(used, weights, torch.zeros_like(weights))
     expected = (weights.unsqueeze(1) * others).scatter(1, target, -(weights * of_others)[:, None])

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..packing.pack import IGNORED, PackedBatch, cu_seqlens_of
 from ..packing.units import Units
 
-# The values of a batch's entries at positions without a document.
+# Values that fill the positions without a document.
 _PADDING = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, "sample_index": -1}
 
 
@@ -60,7 +60,7 @@ def with_changed_documents(batch: PackedBatch, number: int) -> tuple[PackedBatch
 def moved(batch: PackedBatch) -> PackedBatch | None:
     """Return a copy of a batch in which the whole documents of each row are in reverse order.
 
-    A document that spans several rows stays in its position. Samples keep their numbers.
+    A document that spans several rows stays in its position. Documents keep their numbers.
 
     Returns:
         The copy; None if no row contains two whole documents.
@@ -94,7 +94,7 @@ def moved(batch: PackedBatch) -> PackedBatch | None:
 
 
 def _chosen(batch: PackedBatch, filled: list[int], number: int) -> tuple[list[int], list[int]]:
-    """Return (documents to change, which of these to leave out), given two documents or more."""
+    """Return (documents to change, the ones of these to leave out); needs two documents."""
     pair, odd = divmod(number, 2)
     by_length = sorted(filled, key=lambda unit: -_length(batch, unit))
     half = (len(filled) + 1) // 2
@@ -103,7 +103,7 @@ def _chosen(batch: PackedBatch, filled: list[int], number: int) -> tuple[list[in
         return changed, changed[:-1]
     bit = pair // 2 % (len(filled) - 1).bit_length()
     changed = [unit for place, unit in enumerate(filled) if (place >> bit) % 2 == odd]
-    # In one of the two trials the last document of the batch is left out.
+    # The later half of the changed documents: one trial of a pair leaves out the last one.
     return changed, sorted(changed)[len(changed) // 2 :]
 
 
@@ -113,5 +113,5 @@ def _length(batch: PackedBatch, unit: int) -> int:
 
 
 def _reversed(values: Tensor, length: int) -> Tensor:
-    """Return the values in reverse order, repeated up to this length."""
+    """Return the values in reverse order, repeated or cut to this length."""
     return values.flip(0)[torch.arange(length) % len(values)]

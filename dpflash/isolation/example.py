@@ -40,7 +40,7 @@ _GRADIENT = (
 )
 _ROWS = (
     "the rows that engine.backward(loss_fn, batch) gets for samples of the example changed as "
-    "others were replaced: the loop computes over the batch before. Compute in loss_fn instead"
+    "others were replaced: the loop computes something over the batch. Compute it in loss_fn"
 )
 _LATE = (
     "losses or gradients of samples of make_private(example=...) changed as other samples were "
@@ -89,7 +89,7 @@ class ExampleTrial:
 
         Raises:
             ValueError: samples are not kept apart; the next call tries again.
-            PrivateRefusal: instead, if the loop has read private batches under no_grad before.
+            PrivateRefusal: the same, but the loop has read private batches under no_grad before.
         """
         self._is_late |= not torch.is_grad_enabled()
         if self._is_done or not torch.is_grad_enabled():
@@ -119,7 +119,7 @@ class ExampleTrial:
 
 
 def _difference(before: Recording, now: Recording, kept: Tensor) -> str | None:
-    """Compare two runs in the samples that are the same in both; return an error message or None.
+    """Compare the samples that are the same in two runs; return an error message or None.
 
     kept: `[U]`, bool: the samples that are the same.
     """

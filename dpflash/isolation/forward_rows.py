@@ -27,7 +27,7 @@ class ForwardRows:
     Attributes:
         size: B; 0 until the forward is over.
         layers: names of the modules that ran.
-        padded: lengths to which layers padded their inputs.
+        padded: the length to which each layer that pads its input padded it.
         scalars: outputs with a single element and a gradient, such as a loss of the model.
     """
 
@@ -96,10 +96,10 @@ class ForwardRows:
             self._least.append(sizes.argmin())
 
     def telling(self, samples: list[int]) -> list[int]:
-        """Return the samples on which a maximum or minimum over the batch most likely depends.
+        """Return the samples that most likely determine a maximum or minimum over the batch.
 
-        These most often held the greatest entry of a tensor, or had the smallest maximum of all
-        samples. The first and the last sample are added, since code may use them for all samples.
+        In the recorded tensors, these samples most often had the greatest, or the least, maximum.
+        The first and the last sample are added, since code may use either for all samples.
         """
         kinds = (self._greatest, self._least)
         found = [Counter(map(int, kind)).most_common(len(samples) // 8) for kind in kinds]

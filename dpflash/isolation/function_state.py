@@ -35,8 +35,8 @@ class FunctionState:
     objects and of their classes, and small containers found there. Not saved are larger
     containers, more than 2^20 numbers in tensors and arrays, and the state of dpflash, torch,
     NumPy and the standard library. Data is saved only of objects whose classes come from the
-    packages of the functions: other objects, if restored, would no longer match the resources that
-    they hold (open files, threads that wait on a queue).
+    packages of the functions: if other objects were restored, they would no longer match the
+    resources that they hold (open files, threads that wait on a queue).
 
     Args:
         functions: functions, or objects with methods.
@@ -85,11 +85,11 @@ class FunctionState:
         """Return the current states of the generators, pickled."""
         states = [restore_of(generator) for generator, _ in self._generators]
         held = [state.args[-1] for state in states if state is not None]
-        # As NumPy arrays: pickles of equal tensors may differ.
+        # Tensors become NumPy arrays, since pickles of equal tensors may differ.
         return pickle.dumps([x.numpy() if isinstance(x, Tensor) else x for x in held])
 
     def _parts_of(self, value: Any) -> Iterator[Any]:
-        kind = type(value)  # isinstance would ask proxies, which may be dead
+        kind = type(value)  # isinstance would access dead weak proxies
         if issubclass(kind, ModuleType | type):
             return
         if (restore := restore_of(value)) is not None:
@@ -125,7 +125,7 @@ class FunctionState:
         if type(value) is partial:
             yield from (value.func, *value.args, *value.keywords.values())
         self._holds &= _package_of(value) in self._own
-        try:  # Without running code of its class.
+        try:  # Runs no code of the object's class.
             own = object.__getattribute__(value, "__dict__")
         except AttributeError:
             own = {}

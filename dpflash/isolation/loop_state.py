@@ -36,7 +36,7 @@ _NO_OBJECTS = (type, ModuleType)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 # Packages whose module variables do not belong to the training loop.
 _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
-# References to a frame's copy of its variables: by the frame, this code and the argument.
+# References to a frame's copy of its variables: the frame's, the local name, the argument.
 _OF_FRAME = 3
 
 
@@ -64,7 +64,7 @@ class Generators:
                 seen[id(shared)] = _DEEP
                 self._collect(shared.values(), found, seen, _DEEP)
             is_copy = type(own) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED
-            # The copy would keep variables alive that the function deletes.
+            # Cleared, since this copy would keep variables alive that the function deletes.
             if is_copy and sys.getrefcount(own) <= _OF_FRAME:
                 own.clear()
             frame = frame.f_back
@@ -113,7 +113,7 @@ class Options:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 own = {name: value for name, value in group.items() if name != "params"}
-                # Copied with tensors: schedulers write into options that are tensors.
+                # Tensors are copied too: schedulers write into options that are tensors.
                 self._held.append((group, copied(own, {}, with_tensors=True)))
         self._options = len(self._held)
         for scheduler in schedulers:
@@ -121,7 +121,7 @@ class Options:
             self._held += [(vars(x), vars(x).copy()) for x in (*inner, scheduler)]
 
     def restore(self, *, changed_since: Options | None = None) -> None:
-        """Restore the options; with `changed_since`, only of groups that changed since then."""
+        """Restore all options, or only of groups that differ between `changed_since` and these."""
         others = self._held if changed_since is None else changed_since._held
         for number, (own, held) in enumerate(self._held):
             if changed_since is not None and is_same(others[number][1], held):
@@ -138,7 +138,7 @@ class Options:
                     own[name] = value
 
     def changed_otherwise(self, begin: Options, now: Options) -> str | None:
-        """Return the name of an option with three values, at begin, here and now, or None.
+        """Return the name of an option with three different values (begin, self, now), or None.
 
         Args:
             begin, now: options of the same optimizers; schedulers may differ.
@@ -153,14 +153,14 @@ class Options:
 
 
 def _shows_variables(code: CodeType) -> bool:
-    """Return whether a function may hold the dict that is its frame's `f_locals`."""
+    """Return whether a function calls locals(), so that it may hold its frame's `f_locals`."""
     is_copied = sys.version_info < (3, 13) and bool(code.co_flags & inspect.CO_OPTIMIZED)
     # The assert statements of pytest call locals() too.
     return is_copied and "locals" in code.co_names and "@py_builtins" not in code.co_names
 
 
 def _is(value: Any, *kinds: type) -> bool:
-    """Return whether a value's own type is of these types; isinstance would ask a dead proxy."""
+    """Return isinstance(value, kinds), but also for weak proxies of deleted objects."""
     return issubclass(type(value), kinds)
 
 
@@ -191,7 +191,7 @@ def _contents_of(cell: CellType) -> list[Any]:
 
 
 def restore_of(value: Any) -> partial[Any] | None:
-    """Return a partial that restores a generator's current state, its last argument, or None."""
+    """Return a partial, whose last argument is the generator's state, to restore it, or None."""
     if not _is(value, *_GENERATORS):
         return None
     if _is(value, torch.Generator):

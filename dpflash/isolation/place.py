@@ -4,9 +4,9 @@ A sample's place is the length to which it is padded, and the samples in the row
 packed document's place is its position in its row. Before a microbatch is trained on, it is run
 without dropout and with its samples in other places: half of the samples exchange their rows; the
 shorter samples run without the padding for the longer samples; or the documents of each row are in
-reverse order. Up to rounding, losses must equal those of training; if the loop reduces losses to a
-scalar, the per-sample gradients must. If the model has dropout, the losses of training are
-replaced by those of another run without dropout.
+reverse order. Up to rounding, losses must equal the losses of training. If the loop reduces losses
+to a scalar, per-sample gradients must equal those of training instead. If the model has dropout,
+another run without dropout, with samples in their own places, takes the place of training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .place_gradients import PlaceGradients
 from .rows import exchanged, mask_sums, rows_of
 from .sandbox import Sandbox
 
-# The number of first logical batches in which the gradients of losses [B] are compared too.
+# In this many logical batches at the start, gradients of losses [B] are compared too.
 _FIRST = 2
 # Dtypes with a machine epsilon above this have 16 bits or fewer.
 _COARSE = 1e-5
@@ -114,7 +114,7 @@ class PlaceTrial:
         is_alone: whether this rank has whole samples and parameters, so that its backward needs no
             exchange.
         declared: the loss_reduction, or None. If it is set, gradients are compared in each logical
-            batch; else in the first two (32-bit models), since a head of zeros hides changes.
+            batch. Without it, only the first two logical batches of 32-bit models compare them.
         numbers: the current max_grad_norm, by its name.
 
     Attributes:
@@ -162,17 +162,17 @@ class PlaceTrial:
         self._others: Any = None
 
     def is_due(self, *, begins_draw: bool, is_tried: bool) -> bool:
-        """Return whether to try the next microbatch in kinds of places that are still untried.
+        """Return whether to run the next microbatch in the kinds of places not tried yet.
 
         Args:
-            begins_draw: whether it is the first microbatch of a logical batch.
-            is_tried: whether microbatches of this logical batch are tried.
+            begins_draw: whether the next microbatch is the first one of a logical batch.
+            is_tried: whether the schedule tries microbatches of this logical batch.
         """
         self.end(loop=False)  # The loop may have left an earlier iterator in a run.
         self.waits = self._waits_for_gradients = False
         if begins_draw:
             self._tried = set()
-        # A further comparison would overwrite a refusal.
+        # A further comparison would overwrite `refused`.
         return is_tried and (begins_draw or self.refused is None)
 
     def take_by_sample(self) -> None:
@@ -180,7 +180,7 @@ class PlaceTrial:
         self._is_by_sample = True
 
     def runs(self, batch: Any, places: Sequence[Place]) -> Iterator[Any]:
-        """Yield the microbatches to run, first those with moved samples; none without comparison.
+        """Yield the microbatches to run: with moved samples, then the reference run if needed.
 
         Args:
             batch: the microbatch, which is not changed.
@@ -210,7 +210,7 @@ class PlaceTrial:
             self._waits_for_gradients = len(self._runs) == len(places)
 
     def attach(self, backward: _Backward) -> None:
-        """Set the function that runs a run's backward from its outputs and their gradients."""
+        """Set the function (outputs, their gradients) that runs the backward of a run."""
         self._backward = backward
 
     def begin(self) -> None:
@@ -234,19 +234,19 @@ class PlaceTrial:
 
         Args:
             dtypes: the dtypes that the model computes in.
-            is_random: whether it drew other random numbers too, apart from dropout.
+            is_random: whether the call drew random numbers other than those of dropout.
         """
         self._words += 1
         self._dtypes |= dtypes
         if self._declared is None and _epsilon(self._dtypes) > _COARSE:
-            # In deep models, rounding changes gradients by more than a coupling does.
+            # In deep models, 16-bit rounding may change gradients more than other samples do.
             self.gradients = None
         self._is_random |= is_random
 
     def ends_at(self, outputs: Any) -> Any:
         """Replace the model's outputs by leaves, at which the backward of a scalar loss ends.
 
-        `end` continues it from the outputs without dropout, also in recomputed checkpoints.
+        `end` continues that backward from the outputs; recomputed checkpoints have no dropout.
         """
 
         def cut(x: Tensor) -> Tensor:
@@ -271,13 +271,13 @@ class PlaceTrial:
                 module.training = True
 
     def take_scalar(self, loss: Tensor) -> bool:
-        """Run a scalar loss's backward to the leaves of `ends_at`; return False without leaves."""
+        """Run a scalar loss's backward to the leaves of `ends_at`; False if there are none."""
         if self._ends:
             torch.autograd.backward(loss, inputs=[own for _, own in self._ends])
         return bool(self._ends)
 
     def end(self, *, loop: bool = True) -> None:
-        """End a run, and restore the model and, with `loop`, the loop."""
+        """End a run; restore the model and, if `loop`, the state of the loop."""
         if not self.is_running:
             return
         self.is_running = False
@@ -303,7 +303,7 @@ class PlaceTrial:
         return random.getstate(), pickle.dumps(np.random.get_state(legacy=False)), *own
 
     def of_training(self, refuse: Callable[[str], object]) -> tuple[PlaceGradients, ...]:
-        """Return the watch that compares the microbatch's own backward with those of the runs.
+        """Return a watch that compares the backward of training with the runs' backwards, or ().
 
         Args:
             refuse: called with the message of a refusal, before gradients are summed.
@@ -336,7 +336,7 @@ class PlaceTrial:
             return
         values, sizes = now.values[group], now.squares[group].sqrt()
         before = [run.values[group] for run in runs]
-        # All samples together may change the sum by a thousandth of the bound.
+        # All samples together may change the sum by at most a thousandth of the bound.
         count = max(1, len(values))
         least = 1e-3 * self._numbers["max_grad_norm"] / count
         least /= count if self._declared == "mean" else 1
@@ -345,7 +345,7 @@ class PlaceTrial:
     def _compare(
         self, before: list[Tensor], now: Tensor, *, sizes: Tensor | None = None, least: float = 0.0
     ) -> None:
-        """Compare the runs' losses, or products of gradients, with `now`; see `changed_losses`."""
+        """Compare losses, or products of gradients, of the runs with `now`; may set `refused`."""
         count = len(self._places[0].kept)
         if self._is_random or any(x.shape != now.shape or len(x) != count for x in (*before, now)):
             return
@@ -355,14 +355,14 @@ class PlaceTrial:
         if sizes is not None and eps > _COARSE:
             rounding = eps**0.5
         elif sizes is not None:
-            # The gradients of all samples together may change by a thousandth.
+            # Allow a change by a thousandth of a gradient, over all samples together.
             rounding = max(rounding, min(eps**0.5, 1e-3 / max(1, len(now))))
         for found, place in zip(before, self._places, strict=True):
             changed = changed_losses(
                 found, now, place.kept, rounding=rounding, sizes=sizes, least=least
             )
             if bool(changed.any()):
-                # Stored, so that a loop that catches the error receives it again.
+                # Stored, so that a loop that catches the error receives the error again.
                 self.refused = place.kind.refusal
                 return
             self.compared.add(place.kind)
@@ -381,7 +381,7 @@ def _of_group(parts: Collection[tuple[int, int, bool]], group: int) -> set[tuple
 def fuller_left_out(batch: Any, rows: Sequence[bool]) -> tuple[Any, list[bool]] | None:
     """Replace the longer samples (rows with the most ones in a mask) by copies of another row.
 
-    The rows may be padded to one length: a loop may cut them to the batch's longest sample.
+    A loop may cut padded rows to the longest sample, which is then one of the shorter samples.
 
     Args:
         batch: the microbatch, which is not changed.
@@ -411,7 +411,7 @@ def in_another_order(batch: Any, real: Tensor, rng: np.random.Generator) -> Plac
         rng: a secret generator.
 
     Returns:
-        The new place; None if there are fewer than three samples, or nothing has rows.
+        The moved batch; None if it has fewer than three samples, or no part with rows.
     """
     samples, order = rng.permutation(real.nonzero().flatten().numpy()), np.arange(len(real))
     if len(samples) < 3:

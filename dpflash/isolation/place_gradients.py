@@ -14,8 +14,8 @@ from torch import Tensor
 from ..verification.watch import WatchedGate
 
 # The product of a difference with one Gaussian vector is below a third of the difference's norm in
-# 26 of 100 draws, and the root mean square of 16 products in 4 of 10^6. If the difference is the x
-# g^T of a single token, these figures are 48 and 0.3 of 100.
+# 26 of 100 draws; the root mean square of 16 products is below it in 4 of 10^6 draws. If the
+# difference is the x g^T of a single token, it is 48 of 100 draws and 0.3 of 100 draws.
 _VECTORS = 16
 
 
@@ -30,9 +30,9 @@ class PlaceGradients:
 
     Attributes:
         values: the products `[B, K]`, fp64, of each clipping group.
-        squares: squared size `[B]`, fp64, to which the products' rounding error is relative.
+        squares: squared sizes `[B]`, fp64, of each group; rounding is relative to the sizes.
         parts: (group, position, whether it arrived at the handle) of each recorded gradient. A run
-            whose forward was compiled has other parts, and is not compared.
+            whose forward was compiled has other parts; its gradients are not compared.
     """
 
     def __init__(self, seed: int, finished: Callable[[int], object] = lambda group: None) -> None:
@@ -44,14 +44,14 @@ class PlaceGradients:
         self._task = -1
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        """Record the tensors `[B, T, ...]` of an operation: its G sums their products over T."""
+        """Record tensors `[B, T, ...]` of an operation, whose G is their product summed over T."""
         self._enter()
         values: Tensor | None = None
         squares: Tensor | None = None
         for number, x in enumerate(rows):
             x, units = gate.by_sample(x.detach())
             if squares is not None and x.shape[: squares.ndim] != squares.shape:
-                return  # The tensors do not have the same tokens.
+                return  # The tensors have different numbers of tokens.
             lead = 1 if units is not None else min(x.ndim, 2)
             seed = (gate.index, position, number)
             of_token, sizes = self._of_tokens(x.flatten(lead) if x.ndim > lead else x, lead, seed)
@@ -82,7 +82,7 @@ class PlaceGradients:
         return grad
 
     def _enter(self) -> None:
-        """Drop the gradients of an earlier backward, which computed gradients of inputs only."""
+        """Drop what an earlier backward recorded, which was for gradients of inputs."""
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._task):
             self.values, self.squares, self.parts, self._task = {}, {}, set(), task
@@ -93,7 +93,7 @@ class PlaceGradients:
         """Return products `[*lead, K]` of x `[*lead, n]`, and squared sizes `[*lead]`, fp64."""
         draw = torch.Generator().manual_seed(hash((self._seed, *seed)) % (1 << 62))
         if not x.is_floating_point():
-            # x holds an embedding's indices: hash each index to K pseudo-random numbers,
+            # x holds an embedding's indices: hash each index to K pseudo-random numbers
             odd = 2 * torch.randint(1 << 31, (_VECTORS,), generator=draw).to(x.device) + 1
             hashed = (x.long()[..., None] * odd >> 15) % (1 << 16)
             # with mean 0 and variance 1.

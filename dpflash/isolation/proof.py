@@ -54,14 +54,14 @@ class _Progress:
 
     Attributes:
         known: names seen so far.
-        unproven: those of the known names that are not proven yet.
+        unproven: the known names that are not proven yet.
         samples: number of samples that were compared.
         batches: number of batches since the proof began, tried or not.
-        woken: whether the next batch is tried in any case.
+        woken: whether to try the next batch even if its number is not a power of two.
         missed: whether a batch could not be tried.
         keeps: whether forwards keep data of their samples in the model, which later forwards may
             begin to use.
-        is_patient: whether batches are tried less and less often while no sample was compared.
+        is_patient: whether batches are tried at powers of two even before a sample was compared.
     """
 
     known: set[Any] = field(default_factory=set)
@@ -116,7 +116,7 @@ class _Mode:
         uses: progress in the backward, by group and position of the parameter.
         is_trained: whether there was a backward.
         makes_scalars: whether the model returns a scalar loss.
-        refusal: why a scalar that the model returns cannot be accepted as its loss, or None.
+        refusal: why a scalar that the model returns is not accepted as its loss, or None.
     """
 
     # Some models have no arguments in which samples could be replaced.
@@ -161,7 +161,7 @@ class Proof:
 
     @property
     def verified(self) -> bool | Literal["pending", "gradients", "forward"]:
-        """True once both halves are proven; "gradients" or "forward" if only this half can be."""
+        """True once both halves are proven; "gradients" or "forward" if only that half can be."""
         if not self.is_on:
             return False
         modes = [mode for mode in self._modes.values() if mode.is_trained] or [_Mode()]
@@ -183,7 +183,7 @@ class Proof:
 
     @property
     def waiting(self) -> tuple[bool, set[Any]]:
-        """Whether too few samples were compared; and the parameters without a compared gradient.
+        """(Whether too few samples were compared, parameters without a compared gradient).
 
         A parameter is given as (number of its group, position in the group).
         """
@@ -205,7 +205,7 @@ class Proof:
     # Forward
 
     def begin_forward(self, size: int, *, new_pass: bool) -> bool:
-        """Return whether to repeat the forward that begins, with some of its samples replaced.
+        """Return whether to repeat the forward that is about to begin, with other samples.
 
         Args:
             size: upper bound of B.
@@ -236,7 +236,7 @@ class Proof:
             keeps: whether the model keeps data of the samples.
 
         Raises:
-            RuntimeError: there was a difference on this rank or on another rank.
+            RuntimeError: the forwards differed on this rank or on another rank.
         """
         refuse_together(refusal, self.group, _EXCHANGE)
         samples = max(row[0] for row in gather_rows([samples], self.group, _EXCHANGE))
@@ -249,7 +249,7 @@ class Proof:
             progress.prove(layers)
 
     def note_scalars(self, refusal: str | None) -> None:
-        """Record why a scalar output cannot be accepted as the loss; all ranks call this."""
+        """Record why a scalar output is not accepted as the loss; all ranks call this."""
         if self.is_any(refusal is not None):
             self._mode.refusal = refusal or _ELSEWHERE
 
@@ -280,7 +280,7 @@ class Proof:
         mode.is_trained = True
         if is_new := mode.layers.record(used):
             mode.layers.restart()
-        # If other ranks have more samples, all ranks prove.
+        # A single sample proves nothing here, but all ranks prove if another rank wants to.
         if size < 2:
             return False
         mode.layers.missed |= not repeated
@@ -308,7 +308,7 @@ class Proof:
             could not run, or if no rank has two samples to compare.
 
         Raises:
-            RuntimeError: a sample of weight 0 had rows other than 0, here or on another rank.
+            RuntimeError: a sample of weight 0 had a nonzero row, here or on another rank.
         """
         real = torch.ones(size, dtype=torch.bool) if real is None else real
         if max(row[0] for row in gather_rows([int(real.sum())], self.group, _EXCHANGE)) < 2:
@@ -336,15 +336,15 @@ class Proof:
     def cross(
         self, outputs: Any, size: int, owner: ProvableBackward, *, is_altered: bool = False
     ) -> Any:
-        """Wrap the model's outputs, so that the backward of a scalar loss is proven from them on.
+        """Wrap the model's outputs, so that a scalar loss's backward is proven from them on.
 
-        The outputs for an altered microbatch are wrapped too, so that its backward is the same.
+        Outputs for an altered microbatch are wrapped too, so that both backwards are the same.
 
-        The terms of a scalar cannot be weighted, but the rows of its gradient at the outputs can.
-        Only the reductions to a scalar that `declared_reduction` recognizes are tested.
+        The samples' terms in a scalar cannot be weighted; its gradient's rows at the outputs can.
+        Reductions to a scalar are tested only if `declared_reduction` recognizes them.
         """
         uses = self._mode.uses
-        # The other ranks do not know yet that this rank found new operations.
+        # With ranks, `is_due` may differ, as other ranks do not know of new operations here.
         wanted = uses.is_due() if self.group is None else uses.is_pending
         crossing = list({id(x): x for _, x in tensors_of(outputs) if x.requires_grad}.values())
         refusal = self._mode.refusal
@@ -365,7 +365,7 @@ class Proof:
                 raise PrivateRefusal(refusal) from None
             owner.refuse_reduction([x for x, _ in reached], [g for _, g in reached], size)
             if proof._calls == 1 and all(x.ndim and x.shape[0] == size for x, _ in reached):
-                # If the loss does not use an output, autograd runs its layers with zeros.
+                # Autograd also runs layers of outputs that the loss does not use, with zeros.
                 pairs = zip(inner, grads, strict=True)
                 rows = [(x, g) for x, g in pairs if x.shape[:1] == (size,)]
                 seeds = [torch.zeros_like(x) if g is None else g for x, g in rows]
@@ -379,7 +379,7 @@ class Proof:
         wrapped = map_tensors(lambda x: behind.get(id(x), x), outputs)
         is_unseen = any(id(x) in behind for _, x in tensors_of(wrapped))
         if refusal is not None and is_unseen and not is_altered:
-            # In a container of an unknown class, the scalar would reach the backward unwrapped.
+            # A scalar in a container of an unknown class cannot be wrapped.
             owner.discard()
             raise PrivateRefusal(refusal) from None
         return wrapped
@@ -399,7 +399,7 @@ class Proof:
         )
 
     def _record_uses(self, gate: WatchedGate, samples: int, found: list[int]) -> None:
-        """Record the results for a gate's parameters: 0 not seen, 1 seen, 2 proven."""
+        """Record the result of each of a gate's parameters: 0 not seen, 1 seen, 2 proven."""
         rows = gather_rows([samples, *found], self.group, _EXCHANGE)
         best = [max(column) for column in zip(*rows, strict=True)]
         uses = self._mode.uses
@@ -424,7 +424,7 @@ class _Idle:
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
         uses, slot = self._proof._mode.uses, (gate.index, position)
         if slot in uses.unproven:
-            # A layer whose gradients were all zero may have nonzero gradients now.
+            # Unproven since its gradients were all zero: try again if they are nonzero now.
             uses.woken = uses.woken or bool(rows[0].any())
         elif uses.samples and uses.record([slot]):
             uses.restart()
@@ -472,7 +472,7 @@ class ComparedBackward(BackwardRows):
         try:
             self._proof.refuse(refusal)
         except PrivateRefusal as error:
-            # If the loop catches the error, it is raised again.
+            # Stored, so that a loop that catches the error receives the error again.
             self._refused(str(error))
             raise
         included = self.real & ~self.left_out & ~self._before.left_out
@@ -486,7 +486,7 @@ class ComparedBackward(BackwardRows):
         self._proof._record_uses(gate, samples, found)
 
     def _shows(self, rows: Tensor) -> bool:
-        """Whether some of these rows `[B]` must be equal in both backwards and some need not."""
+        """Whether `rows` `[B]` has kept samples to compare, and others that were changed."""
         kept, others = rows & self._kept, rows & ~self._kept
         return bool(kept.any()) and (len(rows) == 1 or bool(others.any()))
 
@@ -521,7 +521,7 @@ def _secret() -> int:
 
 
 def _largest_losses(outputs: Sequence[Tensor], seeds: Sequence[Tensor], real: Tensor) -> list[int]:
-    """Return the quarter of the real rows with the largest losses, or outputs times gradients.
+    """Return the quarter of the real rows with the largest |outputs times gradients|.
 
     Such a row may determine a scale that the whole batch uses.
     """

@@ -23,8 +23,8 @@ class Recording:
         batch: digests `[U]` of the tensors of a batch that is taken apart.
         losses: `[U]`, or a scalar; None before the backward.
         backward: watches the per-sample gradients; None if there was no backward.
-        rows: if the batch is taken apart, a watch of each sample's gradients; None for a sample
-            whose backward could not run.
+        rows: for a batch that is taken apart, a watch of each sample's gradients, or None if
+            the sample's backward could not run.
     """
 
     def __init__(self, real: Tensor, *, has_rows: bool) -> None:
@@ -57,8 +57,8 @@ class Recording:
     def watch_row(self) -> BackwardRows:
         """Begin to watch the backward of the next sample of a batch that is taken apart.
 
-        The later run may round differently: a recurrent layer pads a sample to the longest sample
-        that it has received so far.
+        The later run may round differently: a recurrent layer pads each sample to the longest
+        sample that the layer has received so far.
         """
         one = torch.ones(1, dtype=torch.bool)
         watch = BackwardRows(one, one, rounds=True)

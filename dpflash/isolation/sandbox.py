@@ -36,9 +36,9 @@ class Sandbox:
 
     Values that the loop sets before the first forward (a learning rate, `model.tau`) are not
     restored, since the loop may set them only once: the other runs of a microbatch, and the
-    microbatch itself, get the values of the first run. Numbers that the loop sets after a
-    microbatch but not after its runs, as with `if loader.is_last`, are not restored either. The
-    loader seeds the global generators with the same seed for each run.
+    microbatch itself, get the values of the first run. Numbers that the loop sets after the
+    microbatch but not after its other runs, as with `if loader.is_last`, are kept too. The loader
+    seeds the global generators with the same seed for each run.
 
     Args:
         modules: (name, module) of the model; the modules' own attributes are restored.
@@ -135,11 +135,11 @@ class Sandbox:
         """End a microbatch, because the loop asks for another one.
 
         Raises:
-            PrivateRefusal: the loop has set options by the number of its iterations twice.
+            PrivateRefusal: the loop has set options by its number of iterations a second time.
         """
         if self._options is not None and self._behind is not None:
             changed = self._behind.changed_otherwise(self._options, self._present())
-            # The first time, the loop may be beginning to set them by releases.
+            # Once is allowed: a loop that sets options by releases may be changing one now.
             self._counts += changed is not None
             if changed is not None and self._counts > 1:
                 raise PrivateRefusal(_COUNTED.format(changed)) from None
@@ -151,7 +151,7 @@ class Sandbox:
         return Options(self._optimizers, schedulers, self._numbers)
 
     def _set_once(self) -> None:
-        """Set the options that the loop set in the first run, since it may set them only once."""
+        """Set the options of the first run again, since the loop may set them only once."""
         assert self._options is not None and self._at_first is not None
         changed = self._options.changed_otherwise(self._at_first, self._present())
         if changed is not None:

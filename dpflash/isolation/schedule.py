@@ -1,8 +1,8 @@
 """Schedule: decides which microbatches are tried, that is, run with altered samples first.
 
-These are the microbatches of the first logical batches, since most batches show a dependence
-between samples; of a few later logical batches; and microbatches with a label, or an operation of
-the model or the loop, that no trial had.
+Tried are the microbatches of the first logical batches, since most batches show a dependence
+between samples, and of a few later logical batches. Also tried are microbatches with a label, or
+an operation of the model or the loop, that no trial had.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..verification.nested import tensors_of
 from .labels import ReplacedLabels
 
 # All microbatches of the first logical batches are tried, and of later ones at powers of two. The
-# first microbatch is not enough: it has the longest documents, and may have only one.
+# first microbatch alone is not enough: it has the longest documents, maybe a single one.
 _ALL_TRIED = 4
 # Number of the last tried logical batch if microbatches keep their shapes and nothing is new.
 _LAST_TRIED = 64
-# New operations restart the trials at most this often: further ones depend on the data.
+# New operations restart trials at most this often: more of them depend on the data.
 _MOST_PATHS = 8
-# If logical batches are small, more are tried, until this many samples have been compared.
+# Small logical batches are tried until they have this many samples in expectation.
 _ENOUGH = 16
 
 
@@ -38,7 +38,7 @@ class Schedule:
         path: function that returns the operations of the backward that is about to begin.
 
     Attributes:
-        trials: number of the last tried logical batch, from 0 since the last restart, or -1.
+        trials: number of tried logical batches since the last restart, minus 1.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Schedule:
             self._labels.note(batch, kept, real, units)
 
     def begin_backward(self) -> bool:
-        """Return whether the microbatch was fetched under no_grad; if so, try the next ones."""
+        """Return whether the microbatch was fetched under no_grad; if so, try later ones."""
         if not self._is_skipped:
             return False
         self._is_skipped, self._ignores_grad, self._draws = False, True, 0
@@ -116,7 +116,7 @@ class Schedule:
         return not path <= self._tried_path and self._new_paths < _MOST_PATHS
 
     def try_next(self) -> None:
-        """Try the next microbatches, since model or loop does something new."""
+        """Try the next microbatches, since the model or the loop ran a new operation."""
         self._draws = 0
         self._new_paths += 1
 

@@ -55,12 +55,14 @@ _CHANGED_DOCUMENT = (
 )
 _GRADIENT = (
     "the gradient of layer '{layer}' for a sample changed as other samples of the batch were "
-    "replaced, so nothing was released: it depends on them (a factor of the losses that the batch "
-    "determines, such as loader.is_real or 1 / their number, a contrastive loss, another model "
-    "that the loop trains in between), or its rounding depends on the length of a list of all "
-    "samples' tokens or pairs (compute [B, T], then mask), or two backwards of one batch differ "
-    "(checkpointing without the random state, hooks that keep state; if only rounding differs, "
-    f"torch.use_deterministic_algorithms(True) helps). {UNTESTED}"
+    "replaced, so nothing was released. The usual causes:\n"
+    "  - it depends on other samples: a factor of the losses that the batch determines (is_real, "
+    "1 / their number), a contrastive loss, another model that the loop trains in between\n"
+    "  - its rounding depends on the length of a list of all samples' tokens or pairs: compute "
+    "[B, T], then mask\n"
+    "  - two backwards of one batch differ: checkpointing without the random state, hooks that "
+    "keep state; if only rounding differs, torch.use_deterministic_algorithms(True) helps\n"
+    f"{UNTESTED}"
 )
 _REDUCTION = (
     "loss_reduction={declared!r}, but the scalar is not the {declared} of losses of single "
@@ -80,13 +82,13 @@ class Trial:
     """Decides which microbatches are tried, and compares them with their altered versions.
 
     Args:
-        sandbox: the sandbox of model and loop. Data that modules keep between forwards is kept
-            separately for altered microbatches, so that only later altered microbatches see it.
+        sandbox: the sandbox of model and loop. Data that modules keep in an altered microbatch is
+            stored separately, so that only later altered microbatches see these data.
         schedule: decides which microbatches are tried.
 
     Attributes:
         has_compared: whether a comparison was made and passed.
-        has_begun: whether a microbatch was to be tried.
+        has_begun: whether some microbatch was due to be tried.
         is_impossible: whether no microbatch so far could be altered.
         sandbox, schedule: see Args.
         real: `[U]`, bool: the samples of the microbatch that are not padding.
@@ -113,7 +115,7 @@ class Trial:
 
     def is_due(self, microbatch: int) -> bool:
         """Return whether to try this microbatch of its logical batch; the same on all ranks."""
-        # The model is not restored now, since the user may have changed it meanwhile.
+        # The model is not restored here: the user may have changed it since the last run.
         self.is_altered = False
         self.finish()
         if not microbatch:
@@ -124,7 +126,7 @@ class Trial:
         return due
 
     def begin_backward(self) -> None:
-        """Note that a backward begins; if its microbatch was fetched under no_grad, try more."""
+        """Begin a backward; if its microbatch was fetched under no_grad, try later ones."""
         self.has_begun |= self.schedule.begin_backward()
 
     def has_new_path(self) -> bool:
@@ -151,7 +153,7 @@ class Trial:
         if isinstance(batch, PackedBatch):
             real = torch.tensor([start < end for start, end in batch.units.spans])
         if alteration.is_single(batch, size):
-            # In altered runs, other samples came before this sample: its results must stay.
+            # Altered runs had other samples before this sample, which must not change its results.
             self._number += 1
             before = self._before if self._number % 2 else None
             one = torch.ones(size, dtype=torch.bool) if real is None else real
@@ -214,7 +216,7 @@ class Trial:
         """Return whether to compare the backward with that of the altered microbatch.
 
         Args:
-            is_alone: whether this rank may leave out the comparison without other ranks.
+            is_alone: whether there are no other ranks, so that an empty comparison is skipped.
         """
         held = self.held_backward
         return held is not None and (not is_alone or bool(held[1].any()))
@@ -259,10 +261,10 @@ class Trial:
             return _CALLS, 0
         first = self.altered.calls[number]
         if first.size != rows.size or rows.size != len(self.kept):
-            return None, 0  # Other code refuses it, or the call is of other samples.
+            return None, 0  # A call on other samples, or a size that other code refuses.
         if not bool(self.kept.any()):
             return None, 0
-        if first.padded != rows.padded:  # then later operations round, or mask, differently
+        if first.padded != rows.padded:  # other padding: later layers round or mask otherwise
             assert self._alteration is not None
             self._alteration = replace(self._alteration, kept=torch.zeros_like(self.kept))
             return None, 0
@@ -282,7 +284,7 @@ class Trial:
         return _GRADIENT if declared is None else _REDUCTION.format(declared=declared)
 
     def refusal_of_batch(self, given: list[Tensor]) -> str | None:
-        """Return a message if kept rows of a batch that is computed by row have other contents.
+        """Return a message if kept rows of a batch run row by row differ from the altered batch's.
 
         Args:
             given: digests `[U]` of the batch's tensors.
@@ -295,7 +297,7 @@ class Trial:
     def refusal_of(self, row: int, loss: Tensor) -> str | None:
         """Return a message if the loss `[1]` of a kept row differs from the altered microbatch's.
 
-        The row's backward, which follows, is compared too.
+        The backward of the row is compared afterwards.
         """
         self._row = row
         found, before = self._alteration, self._held
@@ -303,7 +305,7 @@ class Trial:
             return self._refused
         if before is None:
             return _CALLS
-        # A recurrent layer pads a row to the longest row that it has received so far.
+        # A recurrent layer pads each row to the longest row so far, so rounding may differ.
         rounding = torch.finfo(loss.dtype).eps ** (2 / 3)
         one = found.kept[row : row + 1]
         same = not changed_losses(before[row : row + 1], loss, one, rounding=rounding).any()
@@ -325,7 +327,7 @@ class Trial:
         if found is None or before is None or not bool(found.kept.any()):
             return self._refused
         if not before.shape == losses.shape == found.kept.shape:
-            return self._refused  # The loss is a scalar, or other code refuses it.
+            return self._refused  # A scalar loss, or losses that other code refuses.
         if bool(changed_losses(before, losses, found.kept).any()):
             return _CHANGED_DOCUMENT if found.is_packed else _CHANGED
         if self.schedule.has_begun:

@@ -25,7 +25,7 @@ class AdamBC(torch.optim.Optimizer):
 
     Here \hat m and \hat v are Adam's moments, and \hat s^2 is the average of s^2 with the weights
     of \hat v, so s may change between steps, as it does with banded noise. The private optimizer
-    passes s to `step`. Without noise the step is that of `torch.optim.AdamW`.
+    passes s to `step`. Without noise, the step is the same as that of `torch.optim.AdamW`.
 
     Args:
         params, lr, betas, eps, weight_decay: see `torch.optim.AdamW`.

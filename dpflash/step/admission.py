@@ -98,13 +98,13 @@ class Admission:
         bound = sums.bound if sums.has_begun else options.max_grad_norm
         block = self._charge.block
         is_own = self._tracker.take_draw(signalled)
-        # Without a number, a logical batch may be of an epoch or round that is not charged yet.
+        # The epoch or round of a logical batch without a number is unknown, and may be uncharged.
         is_own &= block.round[0] == 1 or self._tracker.current is not None
         options.refuse_changed()
         noise_fits(max_grad_norm=bound, noise_multiplier=multiplier)
         given = multiplier, bound, options.expected_batch_size, is_own, block.place
         numbers = *given, options.of_optimizers()
-        # Not compared: public gradients can still be added until the optimizer's step.
+        # `public` is not compared: the loop may add public gradients until the optimizer's step.
         release = dict(zip(_OF_A_RELEASE, numbers, strict=True)) | {_REPLICAS: None}
         number = self._charge.releases
         if sums.ranks.everyone is not None and not sums.is_sharded and not number & (number - 1):
@@ -136,10 +136,10 @@ class Admission:
         if self._tracker.foreign_batches and self._sums.ranks.everyone is None:
             return
         if not signalled and not self._sums.has_begun:
-            if self._tracker.received:  # the loop may have stepped on a condition on losses
+            if self._tracker.received:  # a condition on losses may have led to this step
                 raise PrivateRefusal(_STEPPED_TWICE) from None
             raise RuntimeError(_NO_BATCH)
-        # Whether another loader signals may depend on the samples that the loop skipped.
+        # A signal may depend on private data: on the samples that the loop skipped.
         raise PrivateRefusal(FOREIGN) if signalled else RuntimeError(FOREIGN)
 
     def _require_agreement(

@@ -1,4 +1,4 @@
-"""Block: consecutive releases with correlated banded noise, or for which one event pays."""
+"""Block: consecutive releases that share correlated noise, or are charged as one event."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Block:
     """The current block: the releases of consecutive logical batches under one noise key.
 
-    A logical batch without a release, or a new key, ends the block: the logical batches of one
-    sample in a block must be a multiple of `bands` releases apart. Then a new block begins.
+    In a block, the logical batches of one sample must be a multiple of `bands` releases apart.
+    So a logical batch without a release, or a new key, ends the block and begins a new one.
 
     Args:
         mechanism: the banded noise. With None, or with one band, noise is independent and each
@@ -27,8 +27,8 @@ class Block:
         tracker: follows the microbatches of the training loop.
 
     Guarantees:
-        If the numbers of two logical batches are equal modulo `bands` and both are released in one
-        block, the numbers of their releases in it differ by a multiple of `bands`.
+        If two logical batches are released in one block and their numbers are equal modulo
+        `bands`, the numbers of their releases in the block differ by a multiple of `bands`.
     """
 
     def __init__(self, mechanism: Banded | None, keys: RunKeys, tracker: BatchTracker):
@@ -61,7 +61,7 @@ class Block:
 
     @property
     def round(self) -> tuple[int, str]:
-        """Return how many releases one event pays for, and, in words, what begins the next one."""
+        """Return the number of releases per event, and a text: what begins the next event."""
         return self.bands, f"rounds of {self.bands}, and a logical batch that is not released"
 
     def remaining(self, events: int) -> int:
@@ -70,7 +70,7 @@ class Block:
 
     @property
     def _stream(self) -> tuple[str, int]:
-        """Identify the streams of sampling and noise within which logical batches are numbered."""
+        """Identify the noise key, and how often the loader was set back: numbers restart then."""
         return derive_key(self._keys.noise, "block").hex(), self._tracker.returns
 
     def check(self, bound: float, noise_multiplier: float) -> None:
@@ -90,8 +90,8 @@ class Block:
         name, now, before = next(x for x in changed if x[1] != x[2])
         raise ValueError(
             f"{name}={now!r}, and {before!r} in the release before: banded noise needs the same "
-            f"{name} in all releases, so nothing was released. Set it back, or to change it in "
-            "training pass make_private(noise_mechanism=None)"
+            f"{name} in all releases, so nothing was released. Set it back; if it must change in "
+            "training, pass make_private(noise_mechanism=None)"
         )
 
     def begin(self, bound: float, noise_multiplier: float) -> int:
@@ -102,13 +102,13 @@ class Block:
         return place
 
     def complete(self) -> None:
-        """Complete the release that has begun: that of the next logical batch joins its block."""
+        """Complete the release that has begun; the release of the next batch joins its block."""
         assert self._begun is not None
         place, self._last, self._numbers = self._begun
         self._length = place + 1
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the block as plain values; None without a seed, since loading then ends it."""
+        """Return the block as plain values; None without a seed (loading then ends the block)."""
         if self.bands == 1 or self._keys.seed is None or self._last is None:
             return None
         return {"length": self._length, "last": list(self._last), "numbers": self._numbers}
@@ -125,7 +125,7 @@ class Block:
 
 
 class Allocation(Block):
-    """The epoch of random allocation that was charged; its later releases cost nothing more.
+    """The last epoch of random allocation that was charged; one event pays for the whole epoch.
 
     Epoch e consists of the logical batches e T to (e + 1) T - 1 under one key. Each sample is in
     one of them. One event pays for all of them, even if logical batches are lost, or if the loop
@@ -146,7 +146,7 @@ class Allocation(Block):
         self._least = 0.0
 
     def has_paid(self, draw: int | None = None) -> bool:
-        """Return whether the epoch of a logical batch was charged, by default of the next one."""
+        """Return whether the epoch of a logical batch (default: the next one) was charged."""
         return self._last == self._epoch_of(draw)
 
     def _epoch_of(self, draw: int | None = None) -> tuple[str, int, int]:
@@ -175,13 +175,13 @@ class Allocation(Block):
         if self.has_paid() and noise_multiplier < least:
             raise ValueError(
                 f"noise_multiplier={noise_multiplier!r} in an epoch of random allocation that was "
-                f"charged with {least!r}: no epsilon is known for less noise in a part of it, "
-                "so nothing was released; set it back until the epoch ends, or pass "
+                f"charged with {least!r}: no epsilon is known for an epoch whose noise decreases. "
+                "Nothing was released. Set noise_multiplier back until the epoch ends, or pass "
                 "sampling='poisson'"
             )
 
     def begin(self, bound: float, noise_multiplier: float) -> int:
-        """Begin a charged release; if its logical batch has a number, the epoch is charged too."""
+        """Begin a charged release; note its epoch as charged if the batch is the loader's."""
         if self._tracker.current is not None and not self.has_paid():
             self._last, self._least = self._epoch_of(), noise_multiplier
         return 0

@@ -86,10 +86,10 @@ class Charge:
         """
         event: Event | None
         if is_foreign:
-            # Models that are not private need no accounting, whose import is slow: imported here.
+            # Models that are not private do not need this import, which is slow.
             from dpflash.accounting import Gaussian
 
-            # Sampling does not amplify the privacy of a batch of unknown origin.
+            # It is unknown how a foreign batch was sampled: no amplification by sampling.
             event = Gaussian(relation="zero_out", noise_multiplier=noise_multiplier)
         else:
             event = self._next_event(noise_multiplier)
@@ -130,7 +130,7 @@ class Charge:
     ) -> Event | None:
         event = self._plan.event(noise_multiplier)
         if self._plan.event_covers_epoch and not new_epoch:
-            # Batches of an epoch are disjoint, so the event with the least noise pays for all.
+            # Batches of an epoch are disjoint: the event with the least noise pays for them all.
             epoch, least = self._paid
             if epoch == self._tracker.epochs and noise_multiplier >= least:
                 return None
@@ -163,7 +163,7 @@ class Charge:
     # Warnings
 
     def expect(self, releases: int, *, target_epsilon: float) -> None:
-        """Set the number of releases that the noise is calibrated for; warn at the next one."""
+        """Set for how many more releases the noise is calibrated; the release after them warns."""
         most = self._events + self._plan.events_of(releases)
         self._calibrated = (self.releases + releases, most, target_epsilon)
 
@@ -191,7 +191,7 @@ class Charge:
         if self._is_first:
             warn(
                 "the optimizer's state is from an earlier run, and this engine counts none of its "
-                "steps. If they were on private data, epsilon is too small: resume with "
+                "steps. If those used private data, epsilon is too small: resume with "
                 "engine.save_checkpoint and load_checkpoint (Lightning: callbacks=[KeepPrivacy("
                 "engine)]), or save engine.state_dict() beside those of model and optimizer, and "
                 "load all three before the first step",
@@ -199,6 +199,6 @@ class Charge:
 
     def note_refusal(self, *, may_be: bool = False) -> None:
         """Record in the ledger that private data ended the loop, or may have ended it."""
-        # If the ledger cannot be written, the next release raises; the current error says more.
+        # An error of the ledger is suppressed here; the next release raises it.
         with suppress(OSError, RuntimeError):
             self._spending.note_refusal(self._keys.run, may_be=may_be)

@@ -100,7 +100,7 @@ class Gradients:
             )
 
     def refuse_hooks(self) -> None:
-        """Refuse hooks on the parameters' gradients: autograd computes none, so no hook would run.
+        """Refuse hooks on the parameters' gradients, which would never run in private training.
 
         Raises:
             RuntimeError: a parameter has a hook; the message names the first one.

@@ -32,7 +32,7 @@ Begins: TypeAlias = Mapping[nn.Parameter, int]
 
 
 class Noise(Protocol):
-    """A type of noise, such as independent or banded noise. `Charge.admit` chooses its event."""
+    """A type of noise: independent or banded. `Charge.admit` chooses the event to charge."""
 
     def begin(self, step: int, place: int, bound: float, noise_multiplier: float) -> BatchNoise:
         """Return the noise of a release.
@@ -112,7 +112,7 @@ class BatchNoise:
         return self._stream(self._std, self._grid, self._step, self._unsettled)
 
     def stream(self, parameter: nn.Parameter, begin: int = 0) -> NoiseStream | None:
-        """Return the noise for this parameter's sum from element `begin` on; None if not due."""
+        """Return the noise of a parameter's sum from element `begin` on; None if none is due."""
         if not self.is_due(parameter):
             return None
         return self._first.at(self._parameter_ids[parameter], begin)
@@ -120,13 +120,12 @@ class BatchNoise:
     def _stream(
         self, std: float, grid: float, step: int, unsettled: list[OpenList]
     ) -> NoiseStream:
-        """Return the noise stream of the parameter with id 0 in a release."""
         return NoiseStream(
             std=std, grid=grid, key=self._key, step=step, parameter_id=0, unsettled=unsettled
         )
 
     def streams(self, parameters: Sequence[nn.Parameter]) -> list[NoiseStream] | None:
-        """Return the noise of these parameters' sums, or None if one of them needs no noise."""
+        """Return the noise of the parameters' sums; None unless noise is due for each of them."""
         streams = [stream for p in parameters if (stream := self.stream(p)) is not None]
         return streams if len(streams) == len(parameters) else None
 
@@ -134,7 +133,7 @@ class BatchNoise:
         """Record that the sums of these parameters contain their noise."""
         if self._unsettled:
             outs = {self._parameter_ids[p]: total for p, total in totals.items()}
-            # They are in the last entry, and in the one before if a launch sums two dtypes.
+            # The sums are in the last entry, or in the last two if one launch sums two dtypes.
             for i in reversed(range(len(self._unsettled))):
                 entry = self._unsettled[i]
                 ids = [stream.parameter_id for stream in entry.streams]
@@ -145,7 +144,7 @@ class BatchNoise:
         self._noised.update(totals)
 
     def add_(self, totals: Totals, begins: Begins) -> None:
-        """Add the noise that is due to sums over all ranks; it stays due until `complete`.
+        """Add the due noise to sums over all ranks; a release that is made again adds it again.
 
         Args:
             totals: the elements of each sum that this rank owns.
@@ -159,7 +158,7 @@ class BatchNoise:
         """Record that the release is complete."""
 
     def settle(self) -> bool:
-        """Write the noise whose rounding GPU kernels left undecided; waits for the GPU once.
+        """Write the noise values whose rounding GPU kernels left undecided; wait for the GPU once.
 
         Returns:
             Whether the rounding of some noise was undecided.
@@ -171,7 +170,7 @@ class BatchNoise:
 
 
 class _Past(NamedTuple):
-    """The noise of one parameter in the block so far, for the elements that this rank owns.
+    """The noise of one parameter in the block's releases so far, in the elements this rank owns.
 
     Attributes:
         place: the number of releases in the block so far.
@@ -186,8 +185,8 @@ class BandedGaussian:
     """Gaussian noise that is correlated over a block of releases, see `dpflash.noise.Banded`.
 
     Computes the integer noise of `dpflash.noise.reference`; `dpflash.kernels` draws its z. The
-    noise of a block is a function of key, steps and standard deviation. Therefore checkpoints do
-    not contain it: after a resume, or if a parameter was frozen for a while, the noise of the
+    noise of a block is a function of key, steps and standard deviation, so checkpoints do not
+    contain the noise: after a resume, or if a parameter was frozen for a while, the noise of the
     block's earlier releases is drawn again.
 
     Args:
@@ -232,7 +231,7 @@ class BandedNoise(BatchNoise):
 
     Guarantees:
         A noisy sum on the grid is a function of the integers 2^8 C S + z alone. S holds the sums
-        of the block in units of the grid; z, in the same unit, is a rounded Gaussian whose
+        of the block in units of the grid. z is a rounded Gaussian in the same unit, whose
         standard deviation is noise_multiplier * |c| * bound or more.
     """
 
@@ -285,9 +284,9 @@ class BandedNoise(BatchNoise):
                 total[part] = steps.mul_(self._grid)
 
     def complete(self) -> None:
-        """Record that the release is complete, since the noise of the next release depends on it.
+        """Record that the release is complete: the noise of the next release depends on its noise.
 
-        If this release is made again nevertheless, it has the same noise.
+        If the release is made again after an interruption, it has the same noise.
         """
         made = self._made.items()
         self._extend({p: y for p, y in made if self._past(p).place == self._place})
@@ -300,10 +299,10 @@ class BandedNoise(BatchNoise):
         for parameter, value in values.items():
             place, last = self._past(parameter)
             extended[parameter] = _Past(place + 1, (value, *last)[:most])
-        self._pasts.update(extended)  # all at once, in case of an interruption
+        self._pasts.update(extended)  # in one call, in case of an interruption
 
     def _values(self, totals: Totals, place: int, begins: Begins) -> dict[nn.Parameter, Tensor]:
-        """Return the noise (int64) of a release of the block; the earlier noise must be known."""
+        """Return the noise (int64) of release `place` of the block, from the noise before it."""
         step = self._step - self._place + place
         found = {p: torch.empty_like(total, dtype=torch.int64) for p, total in totals.items()}
         # The noise of all tensors on a GPU is settled together, to wait for the GPU once.

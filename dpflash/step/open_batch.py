@@ -24,10 +24,10 @@ from .sums import ClippedSums
 
 
 class Clipper(Protocol):
-    """Clips gradients. The step tells it when microbatches begin and logical batches end.
+    """Clips gradients; is notified when microbatches begin and logical batches end.
 
     Attributes:
-        wants_trials: whether to test the next microbatches (trials), once all ranks know of it.
+        wants_trials: whether this rank wants isolation tests (trials) of the next microbatches.
     """
 
     wants_trials: bool
@@ -194,11 +194,11 @@ class OpenBatch:
 
     @contextmanager
     def noting_refusals(self) -> Iterator[None]:
-        """Record in the ledger that the body, or maybe a lost rank, raised a `PrivateRefusal`."""
+        """Record a `PrivateRefusal` that the body raised, or that a lost rank may have raised."""
         try:
             yield
         except RankError as error:
-            if error.__cause__ is None:  # recorded already, or a public error of another rank
+            if error.__cause__ is None:  # recorded already, or public
                 raise
             self.charge.note_refusal(may_be=True)
             raise PrivateRankError(str(error)) from None

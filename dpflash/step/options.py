@@ -167,7 +167,7 @@ class ReleaseOptions:
 
 
 def _comparable(option: Any) -> Any:
-    """Return a value whose comparison shows a change of the option, without waiting for a GPU."""
+    """Return a value that differs once the option changes; comparing it needs no GPU sync."""
     if isinstance(option, Tensor):
         return id(option), option._version
     return tuple(map(_comparable, option)) if isinstance(option, (tuple, list)) else option

@@ -9,7 +9,7 @@
                 charge the accountant and the ledger   # _charge: before a noisy value exists
                 sums[parameter] += N(0, (sigma C)^2)   # BatchNoise
         if last microbatch:                            # release
-            charge, add over the ranks, add noise   # each unless the gates did it
+            charge, add over the ranks, add noise   # unless the gates charged and added noise
             parameter.grad = sums[parameter] / expected_batch_size
     optimizer.step():                                  # see turns.py
         release                                        # of a batch that is not the loader's
@@ -109,10 +109,10 @@ class PrivateStep(OpenBatch):
             self.noise.mark_added({p: self.sums[p] for p in parameters})
 
     def _noise_if_complete(self, parameters: Sequence[nn.Parameter]) -> list[NoiseStream] | None:
-        """Return the noise to add now. The first call in the last backward charges the release."""
+        """Return the noise to add now. The last backward's first call charges the release."""
         if self._may_charge:
             self._may_charge = False
-            # With several ranks, noise is added to the sum over their samples, or tokens.
+            # With several ranks, noise is added after the ranks' sums are added (`release`).
             if self.sums.is_alone and self.options.noise_multiplier != 0 and self._ends_here():
                 self.noise = self._charge(signalled=self.tracker.waiting_signals > 0)
         return None if self.noise is None else self.noise.streams(parameters)
@@ -137,8 +137,8 @@ class PrivateStep(OpenBatch):
             self.discard()
             self.tracker.refused()
             raise RuntimeError(
-                "a backward pass on a logical batch whose release was charged and dropped: two "
-                "releases of one batch cost more than of two. Go on with the loader's next batch"
+                "a backward pass on a logical batch whose release was charged and dropped. A "
+                "second release of the batch costs epsilon again; go on with the next batch"
             )
 
     def _charge(self, *, signalled: bool) -> BatchNoise:

@@ -32,8 +32,8 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 
     Only clipping gates add to these sums, and only these sums are released. The mapping holds the
     clipped sum of each parameter over the samples of this rank. For a scattered parameter it holds
-    this rank's rows of the sum over the samples of all ranks; under context parallelism, this
-    rank's slice, see `Slices`. Exact sums are float64; rounded or noisy sums are at least float32.
+    this rank's rows of the sum over the samples of all ranks. Under context parallelism it holds
+    this rank's slice, see `Slices`. Exact sums are float64; other sums are at least float32.
 
     Args:
         trained: the parameters with private gradients.
@@ -126,7 +126,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         most = exact_slots(self.grid, self.bound) // self.ranks.data_size
         if rows > most:
             raise PrivateRefusal(
-                f"a batch has more than {most} samples, up to which sums are exact in "
+                f"a batch has more than {most} samples, the most whose sums are exact in "
                 "float64; use smaller batches, or make_private(..., exact=False)",
                 rows=rows,
             ) from None
@@ -190,12 +190,12 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             self._add(parameter, total)
 
     def add_zero(self, parameter: nn.Parameter) -> None:
-        """Add zeros for a scattered parameter without a gradient: all ranks join its exchange."""
+        """Add zeros for a scattered parameter without a gradient: its exchange needs all ranks."""
         if self.slices.is_scattered(parameter):
             self._add(parameter, torch.zeros(parameter.shape, device=parameter.device))
 
     def exchange(self) -> None:
-        """Exchange the sums of scattered parameters that wait until a bundle is full."""
+        """Add the waiting sums of scattered parameters over the ranks; keep this rank's rows."""
         # All ranks add in one dtype, even if the dtypes of their own sums differ.
         wide = {p: total.double() for p, total in self._waiting.items()}
         self._waiting = {}
@@ -215,14 +215,14 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
     def with_noise(
         self, parameters: Sequence[nn.Parameter], noise: BatchNoise, divisor: float
     ) -> Iterator[tuple[list[nn.Parameter], list[Tensor]]]:
-        """Yield the noisy means over the samples of all ranks; noise alone if there is no sum.
+        """Yield (parameters, noisy sums over all ranks / divisor); a missing sum counts as 0.
 
-        Yields some parameters at a time, so that few sums exist twice; without other ranks it
-        yields all parameters at once. The tensors are new.
+        Yields one bundle of parameters at a time, so that few sums exist twice; without other
+        ranks it yields all parameters at once. The tensors are new.
         """
         self._attempt += 1
         if self._attempt > 1 and not self.is_alone:
-            # If one rank alone repeated a release, the others would be in the middle of it.
+            # If only one rank repeated a release, the ranks would exchange different bundles.
             self.ranks.agree("an interrupted release", {"attempt": self._attempt})
         bundles = [list(parameters)] if self.is_alone else self.slices.bundled(parameters)
         for number, theirs in enumerate(bundles):
@@ -251,7 +251,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 
     def _wide(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's part of a sum, or zeros, in the dtype in which ranks add."""
-        # Ranks add in float64; a sum that already has its noise exists only without other ranks.
+        # Several ranks add in float64: only a single rank's sums may have their noise already.
         dtype = wide_dtype(parameter) if self.is_alone else torch.float64
         held = self.get(parameter)
         if held is None:

@@ -10,21 +10,21 @@ from torch.optim import Optimizer
 from ..refusal import PrivateRefusal
 from .step import PrivateStep
 
-# The gradients that step() uses. It does nothing after a microbatch that is not the last one.
+# The gradients that step() uses; "microbatch": none, since more microbatches follow.
 Kind = Literal["microbatch", "release", "public gradients"]
 
 _IN_TURNS = (
     "one of several private optimizers stepped in some microbatches of a logical batch and not in "
-    "others. Which releases it steps on would depend on the number of microbatches, which is "
-    "private: call step() of each optimizer in every iteration, or choose by loader.releases: "
+    "others, so the number of microbatches, which is private, would determine its releases: "
+    "call step() of each optimizer in every iteration, or choose by loader.releases: "
     "`if loader.releases % 5 == 0: optimizers[1].step()`"
 )
 
 
 class Turns:
-    """Decides which gradients the first optimizer steps on; the others step on the same ones.
+    """Decides which gradients the first optimizer steps on; the other optimizers use the same.
 
-    If an optimizer steps a second time, a new step begins. An optimizer that has not stepped
+    If an optimizer steps a second time, a new step begins. An optimizer that does not step
     before the next microbatch or backward skips the release.
 
     Args:
@@ -82,9 +82,9 @@ class Turns:
         return self._kind
 
     def _note_microbatch(self, optimizer: Optimizer) -> None:
-        """Refuse optimizers that step in different microbatches: they share out releases, too.
+        """Refuse optimizers that step in different microbatches of a logical batch.
 
-        An optimizer may step in the last microbatch only.
+        An optimizer may also step in no microbatch but the last one.
         """
         tracker = self._step.tracker
         if tracker.current is None:  # a batch of Opacus' BatchMemoryManager
@@ -138,7 +138,7 @@ class Turns:
         step.parameters_change()
 
     def _public_gradients(self, kind: str, optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
-        """Return the mean gradients of public data over all ranks; all must make this step."""
+        """Return the mean over all ranks of the gradients of public data; all ranks must step."""
         self._agree(kind, optimizer)
         return self._step.public.mean(self._step.sums.ranks)
 

@@ -1,1 +1,1 @@
-"""Checks during training that nothing but released parameters changes; compares tensors."""
+"""Checks that training changes nothing but the released parameters; compares tensors."""

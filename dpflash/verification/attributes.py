@@ -3,8 +3,8 @@
 Parameters, buffers and child modules are left out. Contents of Python's containers and of
 `SimpleNamespace` are compared; other objects count as unchanged. Hooks of forwards and backwards
 are restored too, since a model that installs hooks in its first forward records this in an
-attribute. Hooks of state dicts stay: FSDP2 adds them in its first forward, and records it
-elsewhere.
+attribute. Hooks of state dicts are not restored: FSDP2 adds such hooks in its first forward, and
+records that elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HOLD_NO_DATA = (bool, NoneType, nn.Module, torch.dtype, torch.device)
 
 
 def identity(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """Return a key that is equal for containers of the same objects; the id of other objects."""
+    """Return a key, equal for containers of the same objects; for other values, the id."""
     kind = type(value)
     if id(value) in above:
         return above.index(id(value))
@@ -48,12 +48,12 @@ def copied(value: Any, copies: dict[int, Any], *, with_tensors: bool) -> Any:
     """Copy a container with all containers in it, and with `with_tensors` also the tensors.
 
     Args:
-        value: the container; any other value, except such a tensor, is returned itself.
+        value: a container, or a tensor to copy; any other value is returned itself.
         copies: the copies so far by id, so that an object that occurs twice is copied once.
         with_tensors: whether to copy tensors too, except parameters.
     """
     kind = type(value)
-    # isinstance would ask a proxy for the class of its object, which may raise.
+    # isinstance may raise for a proxy, which it asks for its object's class.
     is_tensor = with_tensors and issubclass(kind, Tensor) and not issubclass(kind, nn.Parameter)
     if not is_tensor and kind not in _CONTAINERS:
         return value
@@ -67,7 +67,7 @@ def copied(value: Any, copies: dict[int, Any], *, with_tensors: bool) -> Any:
     else:
         copies[id(value)] = made = copy.copy(value)
         held = vars(made) if kind is SimpleNamespace else made
-        # copy.copy has copied the plain values already, even in large tables.
+        # copy.copy has copied plain values already; replace only containers and tensors.
         for key, x in list(enumerate(held) if kind in _LISTS else held.items()):
             if type(x) in _CONTAINERS or with_tensors and issubclass(type(x), Tensor):
                 held[key] = copied(x, copies, with_tensors=with_tensors)
@@ -96,7 +96,7 @@ def is_same(one: Any, two: Any, above: tuple[int, ...] = ()) -> bool:
         try:
             return one.dtype == two.dtype and bool(torch.equal(one, two))
         except (NotImplementedError, RuntimeError):
-            # Not defined for all layouts; False, if it is wrong, costs two more forwards.
+            # torch.equal lacks some layouts. A wrong False costs only two more forwards.
             return False
     if issubclass(type(one), _PLAIN):
         return bool(one == two)
@@ -134,7 +134,7 @@ class OwnAttributes:
         self._set(self._held)
 
     def restore_copies(self) -> None:
-        """Set copies of the saved attributes on the modules, which may change them in place."""
+        """Set copies of the saved attributes on the modules, so that the saved ones stay."""
         self._set(self._copies_of(self._copies))
 
     def differing(self, other: OwnAttributes) -> list[str]:

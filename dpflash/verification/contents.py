@@ -10,8 +10,8 @@ from torch import Tensor
 from ..distributed.fsdp import is_sharded
 from .digests import row_digests
 
-# Contents are compared in the first forward and backward, and then once in this many of them. It
-# is a prime number, so that a change that a forward makes at regular intervals is found.
+# Contents are compared in the first forward or backward, and then once in this many. The number
+# is prime, so that a change that a forward makes at regular intervals is found.
 EVERY = 61
 
 
@@ -41,7 +41,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the sum of each tensor's bits as integers, to be compared between processes."""
+    """Return each tensor's checksum (its words added as integers), equal in all processes."""
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32}
     plain = [x.detach().resolve_conj().resolve_neg().reshape(-1) for x in tensors]
     sums = [x.view(words.get(x.itemsize, torch.int64)).sum(dtype=torch.int64) for x in plain]
@@ -56,7 +56,7 @@ class Comparisons:
         self._begun: list[tuple[list[str], Tensor, torch.cuda.Event | None]] = []
 
     def begin(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Begin to compare the digests that have the same name."""
+        """Begin to compare digests of the same name; all names of `after` must be in `before`."""
         for device in {digest.device for digest in after.values()}:
             names = [name for name, digest in after.items() if digest.device == device]
             one = torch.stack([before[name].to(device, non_blocking=True) for name in names])
@@ -71,7 +71,7 @@ class Comparisons:
         """Return the names of the tensors whose digests differ.
 
         Args:
-            wait: wait for unfinished comparisons; otherwise a later call returns their results.
+            wait: whether to wait for unfinished comparisons; else a later call returns them.
         """
         found: list[str] = []
         begun, self._begun = self._begun, []

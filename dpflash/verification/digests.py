@@ -12,8 +12,8 @@ import os
 import torch
 from torch import Tensor
 
-_WORDS = 4096  # words in a chunk; a table has as many multipliers
-_LEVELS = 4  # each level sums chunks of the sums of the previous level
+_WORDS = 4096  # words in a chunk, and multipliers in a table
+_LEVELS = 4  # each level sums the chunk sums of the level before, in chunks
 _AT_ONCE = {"cpu": 1 << 16}  # words that fit into a cache
 _PROJECTIONS = 4
 _PROJECTED = 1 << 18  # entries of a row that are projected at once
@@ -52,9 +52,9 @@ def is_deterministic(device: torch.device) -> bool:
 def row_summaries(x: Tensor, *, rounds: bool = False) -> Tensor:
     """Return summaries of the rows of x `[B, ...]`, to be compared by `differing`.
 
-    On a deterministic device these are digests `[B, 1]`, int64. On other devices, and if `rounds`
-    says that a repeated computation rounds differently, they are fp64: each row's norm, and its
-    projections on vectors of random signs.
+    On a deterministic device the summaries are digests `[B, 1]`, int64. On other devices, or if a
+    repeated computation may round differently (`rounds`), they are fp64: each row's norm, and the
+    row's projections on vectors of random signs.
     """
     if is_deterministic(x.device) and not rounds:
         return row_digests(x).unsqueeze(1)
@@ -63,7 +63,7 @@ def row_summaries(x: Tensor, *, rounds: bool = False) -> Tensor:
     width = min(rows.shape[1], _PROJECTED)
     signs = _signs(width, generator).to(x.device)
     sums = torch.zeros(len(x), 1 + _PROJECTIONS, dtype=torch.float64, device=x.device)
-    # Signs for a whole row may not fit into memory. Each part reuses them, times a random sign.
+    # Signs for a whole row may not fit into memory: all parts use the same, times a random sign.
     for part in rows.split(_PROJECTED, 1) if width else ():
         wide = part.double()
         sums[:, 0] += wide.square().sum(1)
@@ -77,7 +77,7 @@ def greatest(x: Tensor) -> Tensor:
     rows = x.detach().reshape(len(x), x.shape[1:].numel())
     if not rows.numel():
         return rows.abs().sum(1)
-    # On CPUs this is faster than a norm. Few rows at a time, since abs() makes a copy.
+    # On CPUs this is faster than a norm. Takes few rows at a time, since abs() makes a copy.
     parts = rows.split(max(1, _AT_ONCE.get(x.device.type, 1 << 22) // rows.shape[1]))
     return torch.cat([part.abs().amax(1) for part in parts])
 
@@ -111,7 +111,7 @@ def _signs(count: int, generator: torch.Generator) -> Tensor:
 
 
 def as_words(x: Tensor) -> Tensor:
-    """Return the bits of x as integers `[B, n]`, of 32 bits if the size of a row allows it."""
+    """Return the bits of x as integers `[B, n]`: int32 if rows have a multiple of 32 bits."""
     if x.layout != torch.strided:
         x = x.to_dense()
     if x.is_complex():
@@ -138,7 +138,7 @@ def _chunk_sums(words: Tensor, multipliers: Tensor) -> Tensor:
 
 
 def _in_slabs(chunks: Tensor, multipliers: Tensor) -> Tensor:
-    """Sum chunks block by block, since the products take more memory than the words."""
+    """Sum chunks, some at a time, since the products take more memory than the words."""
     batch, count, width = chunks.shape
     most = _AT_ONCE.get(chunks.device.type, 1 << 22) // width
     if batch * count <= most:

@@ -1,7 +1,7 @@
 """Entries: checks the values in `state_dict()` that are neither parameters nor buffers.
 
-Metrics, `get_extra_state` and hooks add such entries. Data in them would be released without
-noise, so they must not change.
+Metrics, `get_extra_state` and hooks add such entries. Data in an entry would be released without
+noise, so entries must not change.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Entries:
         Args:
             state: a result of `state_dict()`; by default that of the whole model.
             prefix: the prefix of the model's names in `state`; other names are left out.
-            within: the prefix with which these names are returned instead.
+            within: the prefix that replaces `prefix` in the returned names.
         """
         others = self._others(self._state() if state is None else state, prefix, within)
         return [n for n, now in others.items() if now is None or self._seen.get(n) != now]
@@ -104,7 +104,7 @@ def _storages(tensor: Tensor) -> set[int]:
     """Return the addresses of a tensor's storages; the empty set if it has none."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        # In newer torch, the names include a DTensor's mesh.
+        # In newer torch, the names include the mesh of a DTensor.
         parts = [getattr(tensor, name) for name in names]
         return {place for part in parts if isinstance(part, Tensor) for place in _storages(part)}
     try:
@@ -124,7 +124,7 @@ def _summary(value: Any) -> bytes | None:
     """Return a key that is equal for equal values, or None if the value cannot be pickled."""
     file = io.BytesIO()
     pickler = _Pickler(file)
-    pickler.fast = True  # Otherwise objects that occur twice are written as references.
+    pickler.fast = True  # Else a second occurrence of an object is written as a reference.
     try:
         pickler.dump(value)
     except Exception:

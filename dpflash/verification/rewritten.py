@@ -18,9 +18,9 @@ from .contents import EVERY, Comparisons, digest, here
 class Rewritten:
     """Finds the trained parameters that forwards of one model have rewritten.
 
-    Version counters and addresses are compared around every forward. Contents are compared around
-    the first forward and once in `EVERY` forwards, because writes to `.data` change neither. They
-    are always compared for parameters that have moved, as `flatten_parameters` moves them.
+    Version counters and addresses are compared around every forward. A write to `.data` changes
+    neither, so contents are compared around the first forward and once in `EVERY` forwards. They
+    are always compared for parameters that a forward has moved, as `flatten_parameters` does.
 
     Args:
         names: names of the parameters that no forward may rewrite.

@@ -49,7 +49,7 @@ def refuse_transforms(layer: str) -> None:
     """Refuse a private layer inside torch.func's transforms or forward-mode differentiation.
 
     Raises:
-        RuntimeError: the layer is inside one; the message names the layer.
+        RuntimeError: the layer is inside such a transform; the message names the layer.
     """
     if torch.compiler.is_compiling():
         return
@@ -72,7 +72,7 @@ def is_in_transform() -> bool:
 
 
 def _layer_of(node: Any) -> str:
-    """Return the private layer of an autograd node, found from the handles among its inputs."""
+    """Return the name of the private layer whose handle is an input of an autograd node."""
     inputs = list(node.next_functions)
     # With units there is another node between the handle and the operation.
     for parent, position in inputs + [i for n, _ in inputs if n for i in n.next_functions]:

@@ -9,10 +9,10 @@ from .._validate import did_you_mean
 
 
 class OnlySettable:
-    """A class whose only settable public names are properties with a setter and listed methods.
+    """A class in which only properties with a setter and some methods are settable public names.
 
-    The methods are `replaceable_methods`. Setting another public name raises an AttributeError
-    with advice. The class and frameworks that mark objects can set names with an underscore.
+    `replaceable_methods` lists the methods. Setting another public name raises an AttributeError
+    with advice. Names with an underscore can be set, as by frameworks that mark objects.
     """
 
     # Methods that other code wraps in place, as learning-rate schedulers wrap `step`.
@@ -40,12 +40,12 @@ class Fixed:
     """A class whose public attributes keep the values that its `__init__` set.
 
     Setting such an attribute again, or another public name of the class, raises an AttributeError
-    that says what to do instead. Settable properties and names with an underscore can be set, and
-    so can new names, by frameworks that mark objects.
+    that says what to do instead. Properties with a setter, names with an underscore and new names
+    can be set; frameworks set new names to mark objects.
     """
 
     fixed_by: ClassVar[str] = "its __init__"
-    # What to do instead: for each name, and for all other names.
+    # What to do instead of setting an attribute: by name, and for all other names.
     instead_of_setting: ClassVar[Mapping[str, str]] = {}
     instead_of_setting_others: ClassVar[str] = "make another one"
 

@@ -10,7 +10,7 @@ _OR_LATER = ", or trace in torch.no_grad()"
 
 
 def refuse_tracing(layer: str) -> None:
-    """Refuse a call with gradients while torch records it.
+    """Refuse to call a private layer with gradients while torch records the call.
 
     Raises:
         RuntimeError: torch records the call; the message names the layer.
@@ -25,7 +25,7 @@ def refuse_tracing(layer: str) -> None:
 
 
 def refuse_recording(layer: str, found: str, also: str = _OR_LATER) -> NoReturn:
-    """Raise the error that `found` records a private layer."""
+    """Raise an error: the recorder `found` would record a private layer."""
     raise RuntimeError(
         f"module '{layer}' is private, and {found} would record how it computes per-sample "
         "gradients. Call engine.detach(model) first, or use a plain copy, copy.deepcopy(model)"

@@ -1,8 +1,8 @@
 """Compares the two backwards of ghost clipping.
 
 The first backward computes the norms; the second sums gradients with factors from these norms. A
-gradient that differs between the two would be summed without a bound. On a deterministic device,
-digests of each operation's rows are compared; on others the second backward computes norms too.
+gradient that differs between both backwards would be summed without a bound. On a deterministic
+device, digests of each operation's rows are compared; on others, norms of both backwards are.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class FirstBackward:
                 self.use(gate, position, (grad,))
 
     def allowed(self, squares: Tensor) -> Tensor:
-        """Return squared norms `[B]` to clip by: upper bounds of norms in the second backward."""
+        """Return the squared norms `[B]` to clip by, which the second backward must not exceed."""
         if self.exact:
             return squares
         narrow = any(dtype.itemsize < 4 for dtype in self.dtypes)

@@ -1,4 +1,4 @@
-"""Unchanged: checks that only optimizer steps on releases change the contents of `state_dict()`.
+"""Unchanged: checks that nothing but optimizer steps on releases changes `state_dict()`.
 
 Values that a forward writes into buffers, parameters or other entries would be released without
 noise, and would affect later batches. Version counters are compared in every forward and backward.
@@ -35,7 +35,7 @@ class _Place:
         module: the module that holds the tensor.
         key: the tensor's name in the module.
         is_buffer: True for a buffer, False for a frozen parameter.
-        part: the sharded parameter that is in the module between forwards, or None.
+        part: the sharded parameter, which the module holds between forwards, or None.
     """
 
     module: nn.Module
@@ -89,7 +89,7 @@ class Unchanged:
     ) -> None:
         check_allowed(module, allowed)
         self._module = module
-        # A tensor with several names is allowed under all its names.
+        # If one name of a tensor is allowed, all names of this tensor are.
         everything = _places_of(module, ())
         named = [everything[name].tensor() for name in allowed if name in everything]
         ids = {id(t) for t in named if t is not None}
@@ -118,7 +118,7 @@ class Unchanged:
         """Return `refusal`; contents are compared in the first backward, and once in `EVERY`."""
         contents = self._backwards % EVERY == 0
         refusal = self.refusal(contents=contents, wait=False) or self._entered()
-        # Not counted after a refusal, so that the next backward is refused too.
+        # A refused backward is not counted, so that the next backward is refused too.
         self._backwards += refusal is None
         return refusal
 
@@ -139,7 +139,7 @@ class Unchanged:
         for name, place in self._places.items():
             tensor, seen = place.tensor(), self._states.get(name)
             if tensor is None:
-                # A tensor that no longer exists cannot be released.
+                # The tensor no longer exists, so it cannot be released.
                 continue
             is_still = seen is not None and seen.is_of(tensor)
             if is_still and not contents:
@@ -161,10 +161,10 @@ class Unchanged:
         return changed + self._compared(wait)
 
     def _compared(self, wait: bool) -> list[str]:
-        """Return the names of tensors for which a finished comparison has found a difference."""
+        """Return the names of tensors that differ by a comparison that has finished."""
         names = self._comparisons.differing(wait=wait)
         for name in names:
-            # Without a version, the tensor is compared in each call, and at once.
+            # Without a version, each later call compares the tensor, and waits for the result.
             self._states[name] = replace(self._states[name], version=None)
         return names
 
@@ -313,7 +313,7 @@ class _Structure:
     """The parameters, modules, forwards and hooks of a model, compared by identity.
 
     Attributes:
-        changes: how often they were found to have changed.
+        changes: how often a comparison found a change.
         hooked: a message that names an optimizer's hook, or None.
     """
 
@@ -328,17 +328,17 @@ class _Structure:
         named = self._module.named_modules()
         self.hooked = next(filter(None, starmap(hook_of_optimizer, named)), None)
         modules = list(self._module.modules())
-        # fully_shard puts other parameters into a module during its forward.
+        # During a forward, fully_shard replaces the parameters of its modules.
         shards = {id(m) for m in modules if any(map(_is_shard, m._parameters.values()))}
         shards |= {i for i, own in self._places.items() if any(map(_is_shard, own.values()))}
         still = [m for m in modules if id(m) not in shards]
         dicts: list[dict[Any, Any]] = [m._parameters for m in still]
         dicts += [m._modules for m in modules]
         dicts += [h for m in modules for h in (m._backward_hooks, m._backward_pre_hooks)]
-        for m in modules[1:]:  # The model's own hooks run around the forward that is proven.
+        for m in modules[1:]:  # Hooks of the model itself run outside of the tested forward.
             dicts += m._forward_hooks, m._forward_pre_hooks
         self._empty = [held for held in dicts if not held]
-        # In scripted modules these are not dicts.
+        # In scripted modules, some of them are no dicts.
         self._dicts = [held for held in dicts if held and isinstance(held, dict)]
         self._own = [vars(m) for m in modules]
         self._held = list(self._now())

@@ -64,7 +64,7 @@ class Uncovered:
 
         Args:
             tensors: the tensors among its arguments.
-            own: those that belong to the batch; with one row, only these count as inputs.
+            own: the tensors of the batch; a tensor with one row is an input only if listed here.
             is_compiled: whether torch.compile runs the model.
         """
         if not self._is_called:
@@ -76,7 +76,7 @@ class Uncovered:
         for t in (*own, *(t for t in tensors if t.shape[0] != 1)):
             self._known[_whole(t)] = True
         with ExitStack() as hooks:
-            # For checkpointing, hooks and models make outputs of frozen layers require grad.
+            # For checkpointing, hooks or models let outputs of frozen layers require grad.
             for m in self._modules if not is_compiled and has_one_row else ():
                 if m._forward_hooks or isinstance(m, nn.Embedding):
                     hooks.enter_context(m.register_forward_hook(self._note_output, prepend=True))
@@ -93,7 +93,7 @@ class Uncovered:
 
         Args:
             losses: the losses whose backward is about to begin; None inside a scalar's backward.
-            batch: a key that is equal only for backwards of the same batch.
+            batch: a key; keys are equal only for backwards of the same batch.
             leading: the first dimensions of inputs.
         """
         roots = [losses.grad_fn] if losses is not None else roots_of_backward()
@@ -110,7 +110,7 @@ class Uncovered:
         refused = [x for x in found if not self._may_be_reached(x, batch, leading, is_called)]
         for leaf in refused:
             if isinstance(leaf, Tensor):
-                # Inside a scalar's backward the leaf may have its gradient already.
+                # In a scalar's backward, the leaf may have got its gradient already: drop it.
                 leaf.grad = None
         if not refused:
             return None
@@ -129,7 +129,7 @@ class Uncovered:
             return not isinstance(leaf, Hidden)
         if isinstance(leaf, nn.Parameter) or leaf.shape[: len(leading)] != tuple(leading):
             return False
-        # The first dimension of weights of B classes is B too, but the model did not receive them.
+        # Weights of B classes have first dimension B, too, but were not passed to the model.
         is_alike = not is_called or leaf.shape[:2] in self._given_shapes
         if _whole(leaf) not in self._known and not (is_alike and any(n != 1 for n in leading)):
             return False
@@ -174,7 +174,7 @@ _HIDDEN = (
 
 
 def _is_hidden(model: nn.Module) -> bool:
-    """Return whether the model has its own forward that does not wrap its class's forward."""
+    """Return whether the model object has a forward that does not wrap its class's forward."""
     forward = type(model).forward
 
     def is_it(x: Any) -> bool:
@@ -238,7 +238,7 @@ def leaves_past_gates(
         if _is_foreign(node) and (node is root or runs(node)):
             found |= {id(x): x for x in _trained_inside(node, model, reached)}
         for below, output in node.next_functions:
-            # A replayed graph stands for operations of the model, whose names it keeps.
+            # A replayed graph has the names of the model's operations that it replaces.
             replayed = getattr(below, "stands_for", None)
             name = type(below).__name__ if replayed is None else replayed[output]
             if path is not None and not hasattr(node, "stands_for"):
@@ -261,10 +261,10 @@ def _is_foreign(node: Any) -> bool:
 
 
 def _trained_inside(node: Any, model: nn.Module, reached: set[int]) -> list[Tensor | Hidden]:
-    """Return the leaves that a backward that the node itself runs may train."""
+    """Return the leaves that may be trained by a backward that this node itself runs."""
     backward = type(node)._forward_cls.backward
     code = getattr(inspect.unwrap(backward), "__code__", None)
-    # Such a node recomputes a function, as a reentrant checkpoint does.
+    # A node that calls both recomputes a function, as a reentrant checkpoint does.
     if code is not None and {"enable_grad", "backward"} <= set(code.co_names):
         return _recomputed(node, model)
     return list(_held([vars(node), backward], reached))
@@ -323,7 +323,7 @@ def _recomputed(node: Any, model: nn.Module) -> list[Tensor | Hidden]:
 def roots_of_backward() -> list[Any]:
     """Return the nodes at which the running backwards of this process began."""
     roots: list[Any] = []
-    # Found in the stacks: autograd does not report them, and runs other devices in own threads.
+    # Autograd does not report roots, and its devices have own threads: search all stacks.
     for top in sys._current_frames().values():
         frame: FrameType | None = top
         while frame is not None:

@@ -62,7 +62,7 @@ class Watch(Protocol):
     """Sees each operation on a matrix parameter, and then the gradients of each gate's handles."""
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        """Record an operation's tensors; the first of them is linear in the losses' gradient."""
+        """Record an operation's tensors; the first tensor is linear in the losses' gradient."""
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
         """Record a gate after all its operations; raise PrivateRefusal to refuse the backward."""
@@ -83,7 +83,7 @@ def refuse_together(
         error: class of the error.
 
     Raises:
-        PrivateRefusal: a rank refuses; with this rank's reason, or else another rank's.
+        PrivateRefusal: a rank refuses. The message is `refusal`, or else that of another rank.
     """
     rows = gather_rows([int(refusal is not None)], group, name)
     if not any(row[0] for row in rows):
