@@ -141,7 +141,7 @@ def build(
         releases = take_over(module)
         if releases and spending.is_empty:
             warn(
-                "another PrivacyEngine trained this model, and the epsilon of this engine does "
+                "another PrivacyEngine trained this model, and the new epsilon does "
                 "not count its releases. If both train on data of the same people, use one "
                 "engine, or pass the same PrivacyEngine(ledger=...) to both, or "
                 "accountant=earlier.accountant",
@@ -151,7 +151,7 @@ def build(
             warn(
                 "another PrivacyEngine trained on this dataset: each engine's epsilon counts only "
                 "its own releases, but the epsilons add up for people in both data sets. Use one "
-                "engine, or pass PrivacyEngine(ledger=...) to all of them, or "
+                "engine, or pass PrivacyEngine(ledger=...) to all engines, or "
                 "accountant=earlier.accountant",
             )
         return found
@@ -219,7 +219,7 @@ def build(
         )
         trial = Trial(sandbox, schedule)
         declared = privacy.loss_reduction
-        # No place trials on context ranks: each rank has its own tokens' losses and gradients.
+        # No place trials on context ranks, which have the losses of their own tokens only.
         if (plan.packing is None and declared is None) or ranks.context is None:
             place_trial = PlaceTrial(
                 sandbox,
@@ -277,9 +277,9 @@ def build(
     )
 
 
-# id of a dataset -> (a weak reference to it, [(spending of an engine, entries), ...]) for the
-# engines whose loaders use the dataset: those with releases, and the last engine. `entries` holds
-# the indices of the entries that the loader samples from, or is None for all entries.
+# id of a dataset -> (a weak reference to the dataset, [(spending, entries), ...]). The list has
+# each engine that has released steps on the dataset, and the engine that was the last to use it.
+# `entries` holds the indices that the engine's loader samples from; None for all entries.
 _spendings: dict[int, tuple[ref[Any], list[tuple[Spending, set[Any] | None]]]] = {}
 
 
@@ -479,7 +479,7 @@ def _with_bands(
 ) -> SamplingPlan:
     """Return the plan with the least error: unchanged for one band, else with cyclic Poisson."""
     parameters, memory = state_memory
-    # A size from sample_rate is rounded; without this a part could be smaller than a batch.
+    # The factor offsets the rounding of the quotient: no part may be smaller than a batch.
     size = math.floor(plan.batch_size / plan.sample_rate * (1 + 1e-9))
     found = compare_bands(
         num_samples=size,
@@ -539,12 +539,12 @@ def _agree(
             "the engine's run": keys.run,  # differs after a detach on one rank alone
         },
     )
-    # A digest of the units could be guessed, so a refusal must not contain it.
+    # Units could be guessed and compared with their digest, so no refusal may contain the digest.
     entries = (len(loader.dataset), plan.grouping)  # type: ignore[arg-type]
     found = ranks.gather(entries, "make_private")
     if len(set(found)) > 1:
         raise PrivateRefusal(
-            "make_private: data_loader.dataset has other entries, or unit_of gives them other "
+            "make_private: data_loader.dataset has other entries, or unit_of gives these other "
             "units, on another rank; pass the same dataset and units on all ranks (hash() of "
             "texts and the order of a set differ between processes)",
             entries=found,
@@ -564,8 +564,8 @@ def _warn_of_sizes(data_loader: DataLoader, plan: SamplingPlan, delta: float | N
         warn(
             f"max_batch_size={most}: each epoch adds (1 + exp(epsilon)) * {cut:.2g} to delta, for "
             "the probability that a batch is truncated. So epsilon is infinite at delta < "
-            f"{min(1, 2 * cut):.2g}, and too large near it; pass max_batch_size="
-            f"{plan.least_free_cut} or more",
+            f"{min(1, 2 * cut):.2g}, and too large near it; pass "
+            f"max_batch_size={plan.least_free_cut} or more",
         )
 
 
@@ -622,7 +622,7 @@ def _check_foreign(unit: str, ranks: Ranks) -> None:
     if has_several_rows(unit):
         raise ValueError(
             "foreign_batches=True with unit_of or Pairs: a unit may be in several rows of a batch "
-            "that is not from the private loader, each clipped by itself; leave it out"
+            "from elsewhere than the loader, each clipped by itself; leave foreign_batches out"
         )
     if ranks.everyone is not None:
         raise ValueError(
@@ -638,13 +638,13 @@ def _check_packed(
     if type(collate) is not PackTo:
         raise ValueError(
             f"data_loader.collate_fn={type(collate).__name__}, a subclass of PackTo: tensors that "
-            "it adds to a batch (such as targets) may mix documents, and no trial tests them. "
-            "Pass PackTo(...), and compute these tensors from the batch in the loop"
+            "the subclass adds to a batch (such as targets) may mix documents, and no trial tests "
+            "such tensors. Pass PackTo(...), and compute them from the batch in the loop"
         )
     if privacy.sampling == "shuffled":
         raise ValueError(
-            f"sampling='shuffled' (poisson_sampling=False) {packed}: microbatches are packed from "
-            "a logical batch that the sampler draws; use sampling='poisson' or 'fixed_size'"
+            f"sampling='shuffled' (poisson_sampling=False) {packed}, which cannot "
+            "pack a loader's own batches; use sampling='poisson' or 'fixed_size'"
         )
     if privacy.loss_reduction is not None:
         raise ValueError(
@@ -659,7 +659,7 @@ def _check_packed(
     if ranks.context is not None and privacy.exact is True:
         raise ValueError(
             f"exact=True {packed} on a mesh with a context dimension: a document's position in "
-            "the batch determines where it is divided among ranks, and therefore its rounding; "
+            "the batch determines where ranks divide the document, and therefore the rounding; "
             "leave exact='auto'"
         )
 
@@ -699,8 +699,8 @@ def _check_exact_packing(collate: PackTo, module: nn.Module) -> None:
     on_cpu = any(p.device.type == "cpu" for p in module.parameters())
     if on_cpu and collate.tokens % (EXACT_ALIGN * math.lcm(*range(1, threads + 1))):
         raise ValueError(
-            f"exact=True with PackTo(tokens={collate.tokens}) on {threads} CPU threads: torch "
-            "divides tensors among threads within documents, and rounds differently there; "
+            f"exact=True with PackTo(tokens={collate.tokens}) on {threads} CPU threads: a "
+            "document would be rounded differently if torch divides it among threads; "
             "call torch.set_num_threads(2), make tokens a multiple of "
             f"{EXACT_ALIGN * math.lcm(*range(1, threads + 1))}, or leave exact='auto'"
         )
@@ -714,8 +714,8 @@ def _check_joint(privacy: PrivacyConfig, mode: str, ranks: Ranks) -> None:
         )
     if ranks.context is not None and mode == "book_keeping":
         raise ValueError(
-            "grad_sample_mode='book_keeping' with a context dimension: a sample's norm is that of "
-            "the sum of its gradients over the ranks, so these gradients must be computed; use "
+            "grad_sample_mode='book_keeping' with a context dimension: a sample's norm needs the "
+            "sum of the sample's gradients over the ranks, so the gradients must be computed; use "
             "'auto', 'instantiate' or 'ghost'"
         )
     draws_units = privacy.unit_of is not None and privacy.unit_sampling == "unit"

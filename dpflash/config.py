@@ -92,11 +92,11 @@ class PrivacyConfig:
             at random and in secret. The first release of an epoch is charged the cost of the whole
             epoch, and noise_multiplier cannot be lowered before the epoch ends.
         noise_mechanism: `dpflash.noise.Banded(bands=...)`, with sampling="cyclic_poisson", for
-            noise that later releases partly subtract again; then noise_multiplier and
-            max_grad_norm cannot change during training. None, or one band, for independent noise.
-            "auto", only for `make_private_with_epsilon` without sampling=, chooses the number of
-            bands with the least error of the iterates (`dpflash.noise.compare_bands`) among the
-            numbers whose states fit into memory_budget, and the sampling that this number needs.
+            noise of which later releases subtract a part again. noise_multiplier and max_grad_norm
+            then cannot change during training. None, or one band, for independent noise. "auto",
+            only for `make_private_with_epsilon` without sampling=, chooses the number of bands
+            with the least error of the iterates (`dpflash.noise.compare_bands`) among the numbers
+            whose states fit into memory_budget, and the sampling that this number needs.
         max_batch_size: the largest number of samples in a Poisson-sampled logical batch; larger
             batches are truncated to it. Epsilon accounts for the truncation, which costs next to
             nothing if max_batch_size is well above batch_size. If physical_batch_size is at least
@@ -108,10 +108,10 @@ class PrivacyConfig:
             training. Epsilon does not cover this refusal: pass a number with room to grow.
         dataset_size: a public size of the dataset. Sample rate, steps of an epoch and the divisor
             are computed from it alone; the number of entries is private, may differ, and is never
-            compared with it. With None the number of entries counts as public, and the relation
-            is "zero_out". Supported by Poisson sampling and random allocation alone.
+            compared with dataset_size. With None the number of entries counts as public, and the
+            relation is "zero_out". Supported by Poisson sampling and random allocation alone.
         sample_rate: the sample rate itself; pass it with steps_per_epoch, in place of
-            dataset_size. Random allocation refuses it, since its rate is 1 / steps per epoch.
+            dataset_size. Random allocation refuses it: the rate is 1 / steps per epoch.
         steps_per_epoch: number of logical batches in an epoch; pass it with sample_rate.
         unit_of: required if a privacy unit, such as a user, has several entries: a list or array
             with the unit of each entry, or a function from an entry to its unit. With
@@ -592,7 +592,7 @@ def resolved(privacy: PrivacyConfig, performance: PerformanceConfig) -> Settings
     if clipping != "flat" and mode != "auto":
         raise ValueError(
             f"grad_sample_mode={performance.asked_mode!r} with clipping={clipping!r}: the modes "
-            "belong to clipping='flat'; leave grad_sample_mode='auto' here"
+            "belong to clipping='flat' alone; leave grad_sample_mode='auto'"
         )
     if privacy.exact is True and mode not in ("auto", "instantiate"):
         raise ValueError(
@@ -693,7 +693,7 @@ def configs_of(
     Args:
         method: the method called, for messages.
         privacy, performance: the objects passed; None if keywords are used.
-        keywords: the other keyword arguments. Those that are not UNSET and are in the method's
+        keywords: the other keyword arguments. Keywords that are not UNSET and are in the method's
             signature are fields of a configuration.
 
     Raises:

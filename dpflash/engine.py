@@ -354,9 +354,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
         """Add the clipped gradients of a batch to the logical batch's sum.
 
         `backward(loss_fn, batch)` runs the loader's batch row by row: `loss_fn(model, sample)`
-        gets one row, `[1, ...]` of each tensor, and returns its loss, a tensor of one number.
-        The modules' state is reset before each row, so model and loss cannot mix samples. Trials
-        still compare losses and gradients, since the loop may have mixed the samples before. A
+        gets one row, `[1, ...]` of each tensor, and returns its loss, a tensor of one number. The
+        modules' state is reset before each row, so model and loss cannot mix samples. Trials still
+        compare losses and gradients, since the loop may have mixed the samples before this call. A
         batch of B rows takes as long as B batches of one row, so physical_batch_size=1 is best.
 
         `backward(criterion, (outputs, targets))` takes a criterion object of torch, such as
@@ -412,11 +412,11 @@ class PrivacyEngine(Uncopied, OnlySettable):
         gradients add up over blocks until the next step; `optimizer.zero_grad()` drops them.
         Checkpoints do not contain them.
 
-        `optimizer.step()` adds them to the gradient of the private batch: (clipped sum + noise) /
-        expected_batch_size + public gradient, so scale the public loss to weight it. Between
-        private batches (after a step, before the next batch of the loader) the step uses public
-        gradients alone, without noise, charge, ledger line or step hook, even if the budget is
-        spent. With a mesh, public gradients are averaged over the ranks with different samples.
+        `optimizer.step()` adds public gradients to the gradient of the private batch: (clipped sum
+        + noise) / expected_batch_size + public gradient, so scale the public loss to weight it.
+        Between private batches (after a step, before the next batch of the loader) the step uses
+        public gradients alone, without noise, charge, ledger line or step hook, even if the budget
+        is spent. With a mesh, public gradients are averaged over the ranks with different samples.
 
         Raises:
             RuntimeError: the engine, step, zero_grad or the private loader is used in the block;
@@ -427,9 +427,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
         Guarantees:
             Sums, noise and charge of private batches are bit-equal with and without public
-            batches. Epsilon covers the private data alone. It holds if the public data, its order,
-            weights and losses were chosen without the private data: of all that is computed from
-            private data, they may depend on the released parameters alone. Public data is not
+            batches. Epsilon covers the private data alone. Epsilon holds if the public data, its
+            order, weights and losses were chosen without the private data; of all values computed
+            from private data, they may depend on released parameters alone. Public data is not
             protected.
         """
         run = self._running()
@@ -591,7 +591,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     @property
     def trials(self) -> str:
-        """A text on the trials so far: what was compared, to which tolerance, what was not."""
+        """Text on the trials so far: what was compared, to which tolerance, and what was not."""
         return self._described("trials").trials
 
     @property

@@ -109,8 +109,8 @@ def causal_lm(
 
     The logits at position t predict the label at position t + 1, as in the causal models of
     Hugging Face, so pass labels that are not shifted, such as the input ids. Use this function in
-    place of those models' own loss, a mean over all valid tokens of the batch, which couples the
-    samples.
+    place of those models' own loss, which couples the samples: it is a mean over all valid tokens
+    of the batch.
 
     Args:
         logits: `[B, T, V]`, floating point; narrower dtypes are converted to float32.
@@ -267,7 +267,7 @@ def require_known(criterion: nn.Module) -> type[nn.Module]:
 def _checked_index(
     sample_index: Tensor, num_samples: int | None, targets: Tensor
 ) -> tuple[Tensor, int]:
-    """Return (each position's sample index, flattened, with B for no sample; the number B)."""
+    """Return (sample index of each position, flattened, B for no sample; number B of samples)."""
     if num_samples is None:
         raise ValueError(
             "num_samples=None with sample_index: pass num_samples=batch.max_documents too"

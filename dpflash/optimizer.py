@@ -378,7 +378,7 @@ def trained_parameters(
         if shared is not None:
             raise ValueError(
                 f"parameter '{shared}' is in two optimizers, which would both apply its gradient: "
-                "leave it out of one of them"
+                "leave the parameter out of one of the optimizers"
             )
         held |= own
     trained = {p: n for p, n in names.items() if p.requires_grad}
@@ -386,16 +386,16 @@ def trained_parameters(
     if left:
         first, listing = left[0], _listing(left)
         raise ValueError(
-            f"no optimizer holds {listing}, which require grad, so they would never change: put "
-            "them into the optimizer, or into a second optimizer, make_private(optimizer=[first, "
-            "second]); or freeze each before make_private, "
+            f"no optimizer holds {listing}, which require grad, so these parameters would never "
+            "change: put them into the optimizer, or into a second optimizer, "
+            "make_private(optimizer=[first, second]); or freeze each before make_private, "
             f"module.get_parameter('{first}').requires_grad_(False)"
         )
     for parameter, name in trained.items():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
-                f"parameter '{name}' has a hook on its gradient, which would see or "
-                "change it before the noise; remove the hook"
+                f"parameter '{name}' has a hook on its gradient, and the hook would see or change "
+                "it before noise is added; remove the hook"
             )
         if not parameter.is_floating_point():
             way_out = "use a float"

@@ -211,8 +211,8 @@ def recommend(
             and `sequence`; None for the figures that come with the library.
 
     Returns:
-        The chosen pattern with its expected time and memory, the measurements that these come
-        from, and the alternatives.
+        The chosen pattern with its expected time and memory, the measurements behind both, and the
+        alternatives.
 
     Raises:
         ValueError: the case was not measured, no pattern fits, or an argument is invalid.

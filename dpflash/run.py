@@ -145,8 +145,8 @@ class PrivateRun:
             raise ValueError(
                 "engine.backward(loss_fn, batch): the batch holds outputs of the model. Pass the "
                 "losses that a function or criterion of your own makes of the outputs, "
-                'engine.backward(F.cross_entropy(model(x), y, reduction="none")), or a criterion '
-                f"object of torch: {NAMES_OF_CRITERIA}"
+                'engine.backward(F.cross_entropy(model(x), y, reduction="none")). Or replace '
+                f"loss_fn by a criterion object of torch: {NAMES_OF_CRITERIA}"
             )
         if mark is None or mark.units is not None or self.backward.loss_reduction is not None:
             raise ValueError(
@@ -261,9 +261,9 @@ class PrivateRun:
             losses.numel() or self.step.sums.ranks.everyone is not None
         ):
             raise PrivateRefusal(
-                "losses do not require grad, so they reach no private layer: compute them from "
-                "the model's output outside of torch.no_grad() and without detach(). If no row of "
-                "a batch should count, give its losses the weight 0"
+                "losses do not require grad, so no private layer gets a gradient: compute losses "
+                "from the model's output outside of torch.no_grad() and without detach(). If no "
+                "row of a batch should count, give its losses the weight 0"
             ) from None
         return losses
 
@@ -402,7 +402,7 @@ class PrivateRun:
         compared = "Gradients" if declared else "Losses"
         closely = "eps ** (2 / 3)"
         if declared:
-            closely = "a thousandth of all samples together, or sqrt(eps) of each in 16 bit"
+            closely = "a thousandth for all samples together, or in 16 bit to sqrt(eps) for each"
         for kind in OF_ROWS if facts.packing is None else OF_DOCUMENTS:
             if place_trial is None or kind not in place_trial.compared:
                 said.append(f"No batch was tried {kind.how}.")
@@ -420,7 +420,7 @@ class PrivateRun:
     def _pending(self) -> str:
         is_few, slots = self.backward.proof.waiting
         if is_few or not slots:
-            return "Too few samples were in one batch with others so far."
+            return "Too few samples were in one batch with other samples so far."
         groups, names = self.backward.groups, self.step.sums.names
         missing = sorted(names[groups[index].parameters[position]] for index, position in slots)
         shown = ", ".join(missing[:_SHOWN]) + (", ..." if len(missing) > _SHOWN else "")
@@ -505,7 +505,7 @@ class PrivateRun:
         refuse_keywords_of(self.save_checkpoint, unknown)
         self._require_own(module, optimizer)
         if extra is not None and checkpoint_dict is not None:
-            raise ValueError("checkpoint_dict with extra: both mean the same; pass one of them")
+            raise ValueError("checkpoint_dict with extra: both are the same argument; pass one")
         extra = checkpoint_dict if extra is None else extra
         theirs = {"noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
         self.step.sums.ranks.run_on_all("save_checkpoint", self.model.state_dict)
@@ -537,7 +537,7 @@ class PrivateRun:
         resumed from the same checkpoint. Each continuation is a branch with a name in the ledger.
         The epsilons of branches compose; `dpflash budget LEDGER LEDGER` counts the releases that
         both ledgers contain once. Releases in the ledger that are later than the checkpoint stay
-        counted. Without them, a seeded run continues bit for bit as if it had not stopped.
+        counted. Without any, a seeded run continues bit for bit as if it had not stopped.
 
         Args:
             path: path of a file or folder that save_checkpoint wrote.
@@ -732,7 +732,7 @@ class Attachment:
             )
 
     def hand_over(self) -> None:
-        """Detach the model for another engine, also from its own engine if that still exists."""
+        """Detach the model for another engine, even if its own engine still exists."""
         detach = self._detach()
         if detach is None:
             self.give_back()

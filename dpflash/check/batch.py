@@ -54,7 +54,7 @@ def batch_size(batch: Any) -> int:
 
 
 def altered(batch: Any, size: int) -> Iterator[tuple[str, Any]]:
-    """Yield (description, batch of 2 B samples): those of `batch`, then altered copies.
+    """Yield (description, batch of 2 B samples): the samples of `batch`, then altered copies.
 
     In the copies, the second half of each mask is 0, or the second half of the targets is ignored.
     """

@@ -21,9 +21,9 @@ from .trace import coupling_problem, locate
 _OVER_SAMPLES = (
     "compute each sample's loss from that sample alone and reduce over samples last: "
     "dpflash.losses.cross_entropy(logits, targets).{reduction}(). A mean over the batch's valid "
-    "tokens, the default of Hugging Face models, is not a reduction over samples, nor is a mean "
-    "weighted by classes, as of nn.CrossEntropyLoss(weight=...): dpflash.losses.of_criterion has "
-    "neither divisor"
+    "tokens, the default of Hugging Face models, is not a reduction over samples. Nor is a mean "
+    "weighted by classes (nn.CrossEntropyLoss(weight=...)). dpflash.losses.of_criterion divides "
+    "by neither"
 )
 _BOUNDARY = (
     "a boundary in the model clips gradients that this mean has divided by the batch size: "
@@ -38,7 +38,7 @@ _WHICH = "whether the scalar is a mean or a sum: the model is random, or takes n
 
 
 class _Variant(NamedTuple):
-    """The samples `rows` of a batch of `size`, described by `how`; `rows[row]` is compared."""
+    """A batch of the samples `rows` of `batch`, described by `how`; its row `row` is compared."""
 
     how: str
     batch: Any
@@ -149,7 +149,7 @@ def _of_sample(
 ) -> Result:
     """Return the loss of a sample among other samples, and its gradient.
 
-    If a sample cannot be left out of a scalar, it is replaced by another sample instead.
+    For a scalar, subtract the scalar without the sample, or with another sample in its place.
     """
     batch, size, rows = variant.batch, variant.size, variant.rows
     if reduction is None:

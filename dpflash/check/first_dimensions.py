@@ -24,7 +24,7 @@ _INDICES_REMEDY = (
 )
 _POSITIONS = (
     "its indices have one dimension, and training treats them as positions that all samples "
-    "share. It refuses them if its first batch has as many samples as there are positions"
+    "share. It refuses such indices if the first batch has as many samples as positions"
 )
 
 

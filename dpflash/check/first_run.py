@@ -58,7 +58,7 @@ def _check_leaves(subject: Subject, losses: Tensor, findings: Findings) -> None:
     model, again = subject.model, subject.losses(subject.batch)
     known_twice = {id(x) for x in leaves_past_gates(again.grad_fn, model)}
     for leaf in leaves_past_gates(losses.grad_fn, model):
-        # If the loss computes gradients of inputs, these are new tensors in each run.
+        # If the loss computes gradients of inputs, the inputs are new tensors in each run.
         is_new = not isinstance(leaf, nn.Parameter | Hidden) and id(leaf) not in known_twice
         if id(leaf) not in known and not is_new:
             findings.add("outside_use", LOSS_FN, *described(leaf, model))

@@ -39,7 +39,7 @@ def check_rows(private: PrivateCopy, findings: Findings) -> None:
         return
     other = [row for row, bits in enumerate(found) if not _equal(bits, found[0])]
     if not other:
-        findings.checked.append(f"{ROWS}: its gradient has the same bits in all of them")
+        findings.checked.append(f"{ROWS}: its gradient has the same bits in all rows")
         return
     where = locate(subject, places[0], places[other[0]])
     kind = ""
@@ -47,7 +47,7 @@ def check_rows(private: PrivateCopy, findings: Findings) -> None:
         kind = f" ({type(private.modules[where]).__name__.removeprefix('Private')})"
     findings.checked.append(
         f"{ROWS}: its gradient has other bits in {len(other)} of {size}, first in "
-        f"'{where}'{kind}, within rounding; sizes that are multiples of 16 usually avoid it"
+        f"'{where}'{kind}, within rounding; batch sizes that are multiples of 16 usually avoid it"
     )
 
 

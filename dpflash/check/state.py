@@ -14,11 +14,11 @@ _UNPACK = (
 )
 _RANDOM_REMEDY = (
     "to run the skipped checks, draw random numbers such as timesteps and noise before the loss "
-    "function and pass them in the batch, or disable the randomness: dropout that a layer applies "
-    "inside of another operation (nn.LSTM) by dropout=0.0 or model.eval()"
+    "function and pass them in the batch, or disable the randomness. Dropout inside of another "
+    "operation (nn.LSTM) is disabled by dropout=0.0 or model.eval()"
 )
 _EMPTY_REMEDY = (
-    "the private loader needs nothing, because its batches are never empty; with "
+    "with the private loader nothing is needed, because no batch is empty; with "
     "BatchMemoryManager skip the forward and backward with `if len(x):`, never optimizer.step()"
 )
 

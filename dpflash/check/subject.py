@@ -29,7 +29,7 @@ class Result(NamedTuple):
     """A loss, its gradients by parameter name, and the magnitudes of both.
 
     `sizes` are (absolute value of the loss, norm of the gradients), to which rounding errors are
-    relative. In a sum of results they are the sums over the terms.
+    relative. In a sum of results, `sizes` are the sums over the terms.
     """
 
     loss: float
@@ -54,7 +54,7 @@ NOTHING = Result(0.0, {}, (0.0, 0.0))
 
 
 class _Widened(TorchFunctionMode):
-    """Converts to float64 what functions get in float32 beside float64, such as class weights."""
+    """Converts float32 arguments (class weights) to float64 if another argument is in float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = args, kwargs or {}

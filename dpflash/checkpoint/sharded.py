@@ -310,7 +310,7 @@ def _read_tensors(
     if names != saved["names"]:
         raise ValueError(
             f"path={str(path)!r}: the checkpoint does not fit the optimizer, which has other "
-            "parameters or another order of parameters. Build it as in the checkpoint's run"
+            "parameters or another order of parameters. Build the optimizer as in that run"
         )
     for file, digest in _digests(folder, list(state["files"]), ranks).items():
         if digest != state["files"][file]:

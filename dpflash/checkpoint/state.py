@@ -30,8 +30,8 @@ _UNITS = "entries of each unit"  # in a sampling scheme: a digest
 def write(path: str | os.PathLike[str], state: dict[str, Any], *, format: str = FORMAT) -> None:
     """Write a checkpoint atomically: at any time the file is the old or the new checkpoint.
 
-    Only the owner can read the file, since a run with a seed saves its key, from which the noise
-    of the releases can be computed and subtracted.
+    Only the owner can read the file, since a run with a seed saves the run's key, from which the
+    noise of the releases can be computed and subtracted.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,8 +170,8 @@ def check_fits(
             saved["unit_of"], now["unit_of"] = (digest is not None for digest in units)
         elif saved == now:
             raise PrivateRefusal(
-                f"{where} the data loader: entries belong to other units than those of the "
-                "checkpoint. Call make_private with the same data and units (unit_of)"
+                f"{where} the data loader: entries belong to other units than in the checkpoint. "
+                "Call make_private with the same data and units (unit_of)"
             ) from None
         raise ValueError(
             f"{where} the data loader: saved with {saved}, now {now}. Call "
@@ -197,15 +197,17 @@ def check_fits(
         )
     if releases is None:
         raise ValueError(
-            f"{where} the engine: it was written without a ledger, and the engine has one, "
-            "which lacks the checkpoint's steps. Build PrivacyEngine() without a ledger"
+            f"{where} the engine: the checkpoint was written without a ledger, and the engine has "
+            "one, which lacks the checkpoint's steps. Build PrivacyEngine() without a ledger"
         )
     if ledger.digest(releases) not in (state["ledger_digest"], None):
-        raise ValueError(f"{where} the ledger {ledger.path}: it is of another run. Use this one's")
+        raise ValueError(
+            f"{where} the ledger {ledger.path}: it is of another run. Use the checkpoint's ledger"
+        )
     if ledger.releases < releases:
         raise ValueError(
             f"{where} the ledger {ledger.path}: the ledger has {ledger.releases} releases, the "
-            f"checkpoint {releases}. Restore the ledger; epsilon is unknown without its lines"
+            f"checkpoint {releases}. Restore the ledger; without these lines epsilon is unknown"
         )
 
 

@@ -48,8 +48,8 @@ _NOT_COVERED = (
     "The data that a pretrained base model was trained on before.",
 )
 _PROOF = (
-    "<p>The head is the SHA-256 of the file: <code>sha256sum FILE</code> prints it, and <code>"
-    "head -n N FILE | sha256sum</code> that of its first N lines.</p>\n"
+    "<p>The head is the SHA-256 of the file: <code>sha256sum FILE</code> prints it. <code>"
+    "head -n N FILE | sha256sum</code> prints the SHA-256 of the first N lines.</p>\n"
     "<p>The program that trains writes the ledger. A ledger shows what was recorded before each "
     "release. It does not show that the program, the data and the privacy units were what their "
     "names say.</p>"
@@ -237,8 +237,8 @@ def _proof(name: str, proof: Proof, key: str | None) -> str:
         )
     if proof.signatures and key is None:
         text += (
-            " The signatures were not compared with a public key: they show it only if their key "
-            "belongs to the person who signs."
+            " The signatures were not compared with a public key: they show this only if their "
+            "key belongs to the person who signs."
         )
     return (
         f"<h3>{escape(name)}</h3>\n<p>{text}</p>\n"

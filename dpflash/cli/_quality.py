@@ -22,10 +22,9 @@ from ._tables import as_json, rounded_up, table
 QUALITY = "quality"
 
 _OPTIONS = {
-    "--for WHAT": f"{QUALITY}: compare the error of runs with several numbers of bands (--bands, "
-    "default: powers of two; 1 is independent noise), batch sizes (--batch-size; of a single size "
-    "also half and double are compared) and numbers of --epochs, for --num-samples. --plot draws "
-    "the errors",
+    "--for WHAT": f"{QUALITY}: compare the error of runs on --num-samples samples: for several "
+    "--bands (default: powers of two; 1 is independent noise), --batch-size (one size adds its "
+    "half and double) and --epochs. --plot draws the errors",
     "--parameters N": f"with --for {QUALITY}: number of trained parameters, to print the bytes of "
     "the states; needed for --max-memory",
     "--max-memory N": f"with --for {QUALITY}: maximum number of bytes of the states of banded "
@@ -48,9 +47,9 @@ _COLUMNS = {
     "state_bytes": "bytes of states",
 }
 _NOTE = """\
-error: the error of a parameter that the noise causes (standard deviation of an element, root mean
-  square over the steps), divided by the clipping bound, if the learning rates of all steps add up
-  to 1. That a model learns less in fewer and larger steps, or more in more epochs, is not counted.
+error: the standard deviation that the noise causes in an element of a parameter (root mean square
+  over the steps), divided by the clipping bound, if the learning rates of all steps add up to 1.
+  That a model learns less in fewer and larger steps, or more in more epochs, is not counted.
 over independent: the error divided by that of independent noise with the same batch size and
   epochs."""
 
@@ -85,8 +84,8 @@ def run_quality(args: argparse.Namespace) -> int:
     left_out = set(args.bands or ()) - {run.noise.bands for run in found}
     if left_out:
         print(
-            f"dpflash: warning: bands={sorted(left_out)!r}: left out, since no batch size and "
-            "epochs have so many steps and parts of the data set, or memory for so many states",
+            f"dpflash: warning: bands={sorted(left_out)!r}: left out, since each run would have "
+            "fewer steps than bands, parts smaller than a batch, or states above --max-memory",
             file=sys.stderr,
         )
     found.sort(key=lambda run: (run.batch_size, run.epochs, run.noise.bands))
@@ -137,7 +136,7 @@ def _batch_sizes(args: argparse.Namespace) -> list[int]:
 
 
 def _fitting_bands(args: argparse.Namespace, size: int, epochs: float) -> list[int] | None:
-    """Return the requested numbers of bands that the run allows, and 1; None: powers of two."""
+    """Return 1 and the requested numbers of bands that the run allows; None for powers of two."""
     if args.bands is None:
         return None
     batches = max(1, -(-args.num_samples // size))

@@ -51,14 +51,14 @@ _EVENTS: dict[str, Any] = {
     ALLOCATION: RandomAllocationGaussian,
     CYCLIC_POISSON: CyclicPoissonGaussian,
 }
-# What to do with an argument that a sampler does not use.
+# The remedy in errors about an argument that the sampler does not use.
 _INSTEAD = {
     "steps": "pass the number of epochs as --epochs",
     "max_batch_size": "drop it, or pass --sampler truncated_poisson",
     "examples_per_unit": "drop it, or pass --sampler poisson",
     "bands": "drop it, or pass --sampler cyclic_poisson",
 }
-# The first five are attributes of a `Run`, see OF_RUN.
+# The first five options are attributes of a `Run`, see OF_RUN.
 COUNTS = (
     *("batch_size", "num_samples", "max_batch_size", "examples_per_unit", "bands"),
     *("steps", "epochs"),
@@ -141,7 +141,7 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """What one event pays for: a step, an epoch, or a round of several steps."""
+        """The steps that one event pays for: "step", "epoch" or "round of N steps"."""
         if self.bands is not None:
             return f"round of {self.bands} steps"
         return "epoch" if self.counts_epochs else "step"

@@ -27,7 +27,7 @@ _OPTIONS = {
     "subsampling)",
     "--batch-size B": "expected number of samples per batch; with --num-samples, in place of "
     "--sample-rate",
-    "--num-samples M": "number of samples of the data set, with --batch-size. Only their ratio "
+    "--num-samples M": "number of samples of the data set, with --batch-size. Only the ratio "
     "matters, since the audit trains on its canaries alone",
     "--steps N": f"number of optimizer steps (default: {_STEPS})",
     "--canaries N": f"number of canaries; more give tighter bounds (default: {_CANARIES})",
@@ -38,7 +38,7 @@ _OPTIONS = {
     "--clipping NAME": "flat or per_layer, as in make_private (default: flat)",
     "--accountant NAME": "accountant that claims epsilon: contour, pld or rdp (default: contour)",
     "--black-box": "attack the losses of canary documents in a small language model instead of "
-    "the releases, which is much weaker. The named checks are left out",
+    "the releases. This attack is much weaker, and the named checks are left out",
     "--device DEVICE": "cpu or cuda (default: cpu)",
     "--seed N": "seed of the canaries' coins, the keys and the noise, to repeat an audit",
     "--json": "print one JSON object instead",

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 _COMPARED = (
     "Exit status: 0 if no measurement regressed, or if nothing could be decided; 1 if a "
-    "measurement is significantly slower, or takes more memory, by more than the threshold, if "
-    "its result became wrong, or if it failed, has no figures any more or has another "
-    "configuration;"
+    "measurement is significantly slower or takes more memory by more than the threshold, has "
+    "become wrong, has failed, has no figures any more, or has another configuration;"
 )
 _OPTIONS = {
     "--quick": "small sizes and 5 trials, for a first look in minutes; do not quote the figures",
@@ -136,9 +135,9 @@ def _add_compare(names: Any) -> None:
         help="test whether NEW.json is slower than OLD.json",
         description="Test whether measurements of NEW.json are slower than those of OLD.json. "
         "Separate runs also differ by the load of the machine, so only clear differences count. "
-        "Times of --quick runs, or under different loads, decide nothing: in CI use dpflash bench "
-        f"versus. {_COMPARED} 2 if the files cannot be compared, since their machines or settings "
-        "differ or a run was broken off.",
+        "Times of --quick runs, and times under different loads, are not compared: in CI use "
+        f"dpflash bench versus. {_COMPARED} 2 if the files cannot be compared, since their "
+        "machines or settings differ or a run was broken off.",
     )
     parser.add_argument("old", metavar="OLD.json", help="results of the baseline")
     parser.add_argument("new", metavar="NEW.json", help="results to judge")

@@ -49,7 +49,7 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Compute the total epsilon of all runs in a ledger, or in several ledgers of the same "
         "data, from the samplers of the runs and under a neighboring relation that holds for all "
-        "runs. If one ledger is a copy of another, the lines that both have count once. Ledgers "
+        "runs. If one ledger is a copy of another, the lines in both ledgers count once. Ledgers "
         "whose privacy units have different names are refused: correct a name by dpflash ledger "
         "rename. Exit status: 0, or 1 if the total exceeds --epsilon."
     )

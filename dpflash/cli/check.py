@@ -26,7 +26,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Find modules and losses that make the samples of a batch depend on each other (batch "
         "statistics, a loss divided by the number of the batch's tokens), layers that cannot be "
-        "trained privately, and parameters without a gradient. For each of them the remedy is "
+        "trained privately, and parameters without a gradient. For each finding the remedy is "
         "printed. This is a test on one batch, not a proof. Exit status: 0 if no error was found, "
         "1 if one was found, 2 if nothing could be checked."
     )

@@ -141,7 +141,7 @@ def _check_one_unknown(args: argparse.Namespace, run: Run) -> None:
     remedy = f"drop one of {options}, or use dpflash epsilon"
     if unknown:
         remedy = f"pass all but one of {options}"
-    raise ValueError(f"{words}: expected all but one of them, which is then computed; {remedy}")
+    raise ValueError(f"{words}: expected all but one, to compute the last; {remedy}")
 
 
 def _count_name(run: Run) -> str:

@@ -268,7 +268,7 @@ def _replace_meta(model: nn.Module) -> None:
 
 @functools.cache
 def fake_tensors() -> FakeTensorMode:
-    """The mode in which tensors have shapes but no memory; cached, since modes do not mix."""
+    """The mode in which tensors have shapes but no memory; one for all, since modes do not mix."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()

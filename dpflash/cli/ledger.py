@@ -28,7 +28,7 @@ from ._tables import as_json, table
 _KEPT = {
     "--head HASH": "hash of the ledger that you saved, as dpflash train or an earlier verify "
     "printed it. The ledger must have had this hash, and may have grown since",
-    "--public-key PEM": "file with a public key. FILE.signatures must have a signature of it",
+    "--public-key PEM": "file with a public key. FILE.signatures must have a signature by its key",
 }
 _UNPROVEN = (
     "Save the head elsewhere: whoever can write the file can cut lines from its end or rewrite "

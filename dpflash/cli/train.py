@@ -55,7 +55,7 @@ _OPTIONS = {
     "trained on; 0 for no evaluation (default: 0.1)",
     "--out DIR": f"new folder for the results (default: {_DEFAULT_OUT}, or the next free number)",
     "--resume DIR": "continue the run in this folder, with any number of ranks. Its options are "
-    "read from the checkpoint, except the options for several ranks: pass those again",
+    "read from the checkpoint, except the options for several ranks: pass these options again",
     "--resume-if-present": "continue the run in --out if that folder has a checkpoint, else start "
     "it, so that one command starts and restarts a job, as torchrun --max-restarts does. Pass the "
     "options with which the job began",
@@ -122,14 +122,14 @@ _OPTIONS = {
 # Arguments that are not of the job.
 _OF_COMMAND = ("command", "run", "out", "resume", "resume_if_present")
 
-# What the summary calls a held-out loss, and its key in the report.
+# A held-out loss's name in the summary, and its key in the report.
 _MEASURED = (
     ("before training", "before"),
     ("after private training", "after"),
     ("after non-private training", "nonprivate"),
 )
 
-# Words in braces are defaults of Parallelism: how ranks share the job. A resumed run may differ.
+# Names in braces are replaced by the defaults of Parallelism. A resumed run may pass others.
 _SHARED = {
     "--context-parallel K": "number of ranks over which the tokens of each window are sharded; "
     "groups of K ranks divide the documents of a step (default: {context_parallel})",
@@ -308,8 +308,8 @@ def _target(job: Any) -> str:
         return ""
     if job.lost_steps:
         return (
-            f"epsilon above {config.target_epsilon:g} after the last step, since lost steps count "
-            "(--max-epsilon ends before), "
+            f"epsilon above {config.target_epsilon:g} after the last step, since steps lost "
+            "in a crash count too (--max-epsilon ends the run before), "
         )
     of = "" if config.ledger is None else "of this run "
     return f"epsilon {config.target_epsilon:g} {of}after the last step, "

@@ -30,7 +30,7 @@ class Banded:
     z is independent Gaussian noise of standard deviation noise_multiplier * noise_scale() *
     max_grad_norm. The releases are C^-1 (C s + z), so they are private if C s + z, one Gaussian
     mechanism, is private. Part of a step's noise is subtracted again in the next b - 1 steps.
-    Parameters are sums over steps, so less noise is left in them, although z is larger.
+    Parameters are sums over steps, so less noise is left in the parameters, although z is larger.
 
     Args:
         bands: b >= 1. With b = 1 the noise is independent.
@@ -111,8 +111,8 @@ class Banded:
 
         Returns:
             The root of the sum of the squared norms of C's columns 0, separation, 2 separation,
-            ..., one for each contribution; the last column ends at T. It is exact, rounded up to a
-            float, and attained by contributions of the full bound. Without sampling, the releases
+            ..., one for each contribution; the last column ends at T. The exact value is rounded
+            up to a float. Contributions of the full bound attain it. Without sampling, releases
             are one Gaussian mechanism of noise_multiplier * noise_scale() / sensitivity.
 
         Raises:
@@ -212,11 +212,11 @@ class Banded:
         weight_decay: float = 0.0,
         statistic: str = "rms",
     ) -> float:
-        r"""Compute the error that the noise causes in the iterates, for noise_multiplier 1.
+        r"""Compute the error of the iterates by the noise, for noise_multiplier 1 and bound 1.
 
-        The bound is 1 too. Without momentum and weight decay, iterates are prefix sums of the
-        releases. In general iterate t is the sum over i <= t of a_(t-i) times release i, where
-        a_0, a_1, ... are the coefficients of 1 / ((1 - momentum x) (1 - (1 - weight_decay) x)).
+        Without momentum and weight decay, iterates are prefix sums of the releases. In general
+        iterate t is the sum over i <= t of a_(t-i) times release i, where a_0, a_1, ... are the
+        coefficients of 1 / ((1 - momentum x) (1 - (1 - weight_decay) x)).
         Let B = A C^-1 for the matrix A of these coefficients, so that A (s + y) = A s + B z.
 
         Args:

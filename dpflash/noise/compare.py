@@ -45,7 +45,7 @@ class BandsOfRun:
         """`expected_error` / steps, the error if the learning rates of all steps add up to 1.
 
         Use it to compare runs with different numbers of steps: the learning rate then grows with
-        the batch size, and falls with the epochs. It is the error by the noise alone; it ignores
+        the batch size, and falls with the epochs. This is the error by the noise alone. It ignores
         that a model learns less in fewer and larger steps, or more in more epochs.
         """
         return self.expected_error / self.steps
@@ -142,7 +142,7 @@ def compare_bands(
             )
             found.append(run)
             errors.append(run.expected_error)
-            # For more bands than the number with the smallest error, the error only increases.
+            # Beyond the number of bands with the smallest error, the error only increases.
             if bands is None and len(errors) > 2 and errors[-3] < errors[-2] < errors[-1]:
                 break
     if not found:

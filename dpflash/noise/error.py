@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 _Array = NDArray[np.float64]
 
-# From this many terms of a divisor on, Fourier transforms are faster than a recursion.
+# If a divisor has at least this many terms, Fourier transforms are faster than a recursion.
 _LONG = 256
 
 

@@ -236,7 +236,7 @@ class PackTo:
 
         Args:
             given: the documents, as `read` returns them.
-            room: number of tokens to reserve for each document, by default its own number.
+            room: number of tokens to reserve for each document, by default all its tokens.
 
         Raises:
             PrivateRefusal: the documents do not fit into one batch.
@@ -312,7 +312,7 @@ def cu_seqlens_of(units: Units, inner: Iterable[int]) -> Tensor:
     rows, width = units.shape
     borders = {0, units.positions, *(end for span in units.spans for end in span), *inner}
     borders |= set(range(0, units.positions, width))
-    # Without these borders, attention within the padding would cost more than in the documents.
+    # Borders in the padding: otherwise attention in the padding would cost more than in documents.
     padded = (units.index == units.size).tolist()
     borders |= {t for t in range(0, units.positions, _PADDING) if padded[t]}
     most = 2 * (units.size + rows) + units.positions // _PADDING + 1

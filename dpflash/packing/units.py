@@ -112,8 +112,8 @@ class Units:
         raise PrivateRefusal(
             f"input of layer '{layer}' does not have one entry for each of the rows of users "
             "(unit_of) or pairs, or for each token of packed documents ([rows, tokens, ...] or "
-            "[rows * tokens, ...]), so the privacy unit of its entries is unknown. Pass all rows "
-            "to the model in one call, and call it on other data under torch.no_grad()",
+            "[rows * tokens, ...]), so the privacy unit of the input's entries is unknown. Pass "
+            "all rows to the model in one call, and call it on other data under torch.no_grad()",
             shape=tuple(x.shape),
             batch=self.shape,
         ) from None
@@ -166,11 +166,11 @@ class Units:
         return True
 
     def order_of(self, source: Tensor) -> Tensor:
-        """Return for each position the position whose contents replace its own, `[N]`, int64.
+        """Return `[N]`, int64: at each position, the position from which new contents come.
 
         Args:
-            source: `[U]`, int64: for each unit, the unit whose contents replace its own, repeated
-                or truncated to its length.
+            source: `[U]`, int64: for each unit, the unit from which new contents come. These are
+                repeated or truncated to the length of the old contents.
         """
         order = torch.arange(self.positions)
         for unit, other in enumerate(source.tolist()):

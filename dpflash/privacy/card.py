@@ -45,8 +45,8 @@ _OF_BASE = (
     "The earlier training data of the base model, except in runs that the table of runs lists."
 )
 SEEDED = (
-    "Whoever knows the seed of a seeded run can subtract its noise: for them, neither its row nor "
-    "the last one holds."
+    "Whoever knows the seed of a seeded run can subtract that run's noise: for them, neither the "
+    "run's row nor the last row holds."
 )
 _OF_OWN_LEDGER = "For the runs of its own ledger alone, the weights"
 
@@ -242,8 +242,8 @@ def _rows(report: Mapping[str, Any]) -> dict[str, str]:
 def _by_run_part(by_run: Mapping[str, Any], delta: float) -> list[str]:
     if by_run["total"] is None:
         text = (
-            "There is no epsilon of all together, since their privacy units differ. The epsilon "
-            "of each row is for someone with one unit in that run's data, and none elsewhere."
+            "There is no epsilon of all together, since the runs' privacy units differ. The "
+            "epsilon of a row is for someone with one unit in that run's data, and none elsewhere."
         )
     else:
         text = (
@@ -287,8 +287,8 @@ def _audit_part(audit: Mapping[str, Any]) -> list[str]:
         "The run's settings were audited with canaries in place of its data, through the same "
         f"library ({audit['mode'].replace('_', ' ')}, {audit['scores']} scores): {passed}; "
         f"{named}. An audit is a test, not a proof, and its bounds are lower bounds. The audited "
-        "claim is that of this run, or of one of its steps, alone: other runs of the ledger are "
-        "not in it.",
+        "claim is the epsilon of this run, or of one step of this run. It does not include other "
+        "runs of the ledger.",
         "",
         "| | |",
         "|---|---|",

@@ -72,7 +72,7 @@ class Uncopied:
 
 
 class RunKeys(Uncopied):
-    """The secret keys of one run, under which no two releases have the same noise or samples.
+    """The secret keys of one run. No two releases under these keys have the same noise or samples.
 
     The keys are derived from the seed, or come from the operating system. `run` is the unique name
     of the run in the ledger. `branch` names this continuation of the run ("" before a checkpoint
@@ -80,7 +80,7 @@ class RunKeys(Uncopied):
 
     Guarantees:
         Without a seed no two continuations of a run share a key. With a seed two continuations
-        share their keys if neither a ledger nor the process knows of both.
+        share their keys unless a ledger, or one process, has recorded both.
     """
 
     no_copy = "it would draw the same noise and samples; build another PrivacyEngine"

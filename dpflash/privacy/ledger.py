@@ -217,7 +217,7 @@ class Ledger:
         return self._file.append(line, self._tail)
 
     def digest(self, releases: int | None = None) -> str | None:
-        """Return the digest of the lines up to a step (None: the last), or None without it."""
+        """Return the digest of the lines up to a step, by default all; None for later steps."""
         wanted = self.releases if releases is None else releases
         if wanted > self.releases:
             return None
@@ -267,7 +267,7 @@ class Ledger:
         repair = (
             f"Without a copy, {away}compare the ledger with the hash of it that you saved last: "
             f"dpflash ledger verify {path} --head HASH. Only if no line was added and cut after "
-            f"that, make a new guard: tail -n 1 {path} > {quote(str(where))}"
+            f"you saved that hash, make a new guard: tail -n 1 {path} > {quote(str(where))}"
         )
         if guard is None:
             earlier = where.with_suffix(".head")
@@ -412,7 +412,7 @@ def _check_digest(raw: bytes, before: hashlib.blake2b) -> None:
 
 
 def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:
-    """Return the later steps whose cost is included after this line; `covered`: before it."""
+    """Return `covered`, the later steps that an earlier event pays for, updated by this line."""
     if line.note is not None:
         return covered
     own = covered if covered is not None and covered.is_of(line) else None
@@ -436,7 +436,7 @@ def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:
 
 
 def _names_after(names: dict[str, str], line: LedgerLine) -> dict[str, str]:
-    """Return the last name of each renamed unit after this line; `names`: before it."""
+    """Return `names`, the last name of each renamed unit, updated by this line."""
     if line.was is None:
         return names
     known = {line.was: line.was, **names}

@@ -82,7 +82,7 @@ class LedgerFile:
         """Write one line, with its newline, and return when it and the guard are on the disk.
 
         `tail` is the end of the file when this process last read or wrote it. Return the new end.
-        Raises RuntimeError if the file or its guard was changed since then, and OSError if they
+        Raises RuntimeError if the file or its guard was changed since then, and OSError if either
         could not be written; the file is then unchanged.
         """
         # A missing file is created only if it had no lines.
@@ -143,7 +143,7 @@ class LedgerFile:
     def _write(self, handle: int, line: bytes, tail: Tail) -> None:
         if tail.unfinished:
             os.ftruncate(handle, tail.size)
-        # Write the guard now if a process died before it did, so that it lags by one line at most.
+        # If a process died before it wrote the guard, write it now: a guard lags one line at most.
         if tail.guard != tail.last or tail.size == 0:
             self._write_guard(tail.last, handle)
             flush_folder(self.guard_path.parent)

@@ -62,7 +62,7 @@ def _require_same_unit(first: Ledger, other: Ledger) -> None:
         return
     text = (
         f"ledgers {first.path} and {other.path}: their privacy units are {units[0]!r} and "
-        f"{units[1]!r}, and one epsilon cannot be for both; pass each ledger by itself"
+        f"{units[1]!r}, and one epsilon cannot be for both units; pass each ledger by itself"
     )
     names = [str(unit).partition(": ")[2] for unit in units]
     if kind_of(str(units[0])) == kind_of(str(units[1])):
@@ -112,8 +112,8 @@ def epsilon_by_run(
     Returns:
         A dict of "rows" (name, steps, privacy unit, relation, epsilon), "total" (epsilon and
         relation of all together, None if privacy units differ) and "seeded" (whether any run was).
-        The name of a run has its first day, and marks seeded runs and the run `own_run`. None if
-        there is only one run.
+        The name of a run contains the first day, and marks seeded runs and the run `own_run`. None
+        if there is only one run.
     """
     rows: list[tuple[Any, ...]] = []
 

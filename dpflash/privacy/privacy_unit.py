@@ -32,7 +32,7 @@ def renamed(unit: str, name: str) -> str:
     if kind_of(unit) not in _USERS:
         raise ValueError(
             f"unit_name={name!r}: the privacy unit is {unit!r}, and each was sampled and clipped "
-            "by itself; only users (unit_of, or dpflash train --unit folder) have a unit_name"
+            "by itself; only users (unit_of, or dpflash train --unit folder) can have a unit_name"
         )
     return named(kind_of(unit), name)
 

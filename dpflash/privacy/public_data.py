@@ -123,7 +123,7 @@ class PublicGradients:
         """Begin a microbatch; drop public gradients added in earlier ones of the logical batch.
 
         The number of microbatches of a logical batch is private, so public gradients must not add
-        up over them.
+        up over microbatches.
         """
         if begins_draw:
             self._of_other_batches = dict(self._waiting)

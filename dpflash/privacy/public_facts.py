@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class PublicFacts:
     """Properties of a run's batches that do not depend on who is in the dataset."""
 
-    # rows of each microbatch on each rank; None if batches have the sizes of the loader's own
-    # epochs, which are as public as the dataset's size
+    # rows of each microbatch on each rank; None if batches have the loader's own sizes, which are
+    # as public as the dataset's size
     slots: int | None
     # whether some batches came from elsewhere than the private loader's own iteration
     others: bool
@@ -36,8 +36,8 @@ class PublicFacts:
         if self.others:
             slots += (
                 "; some batches did not come from the private loader's own iteration and had no "
-                "slots: in these one sample may also change how others are rounded, so that the "
-                "bound is approximate"
+                "slots: in such a batch one sample may also change how others are rounded, so "
+                "that the bound is approximate"
             )
         size = (
             "declared"
@@ -72,6 +72,6 @@ class PublicFacts:
         return f"packed by length into {rows} x {row_len} tokens: the bound holds " + (
             "in the arithmetic used: a document's gradients do not depend on the packing"
             if self.is_exact
-            else "given that a document's gradients do not depend on the packing, which may "
+            else "given that a document's gradients do not depend on the packing. The packing may "
             "change their rounding (make_private(exact=True) rules that out)"
         )

@@ -64,7 +64,7 @@ class SecretMasks:
         if self._active:
             yield
             return
-        # Two calls of one batch differ in this number, but a recomputation repeats it.
+        # Two forwards of one batch differ in this number, but a recomputation repeats the number.
         word = int(torch.randint(2**62, (), device="cpu"))
         seed = self._seed(word, recomputing)
         held = RandomState(*self._devices)
@@ -141,7 +141,7 @@ class LoopSeeds:
 
     def forget(self) -> None:
         """Drop the saved states, since the loop left a logical batch before its end."""
-        # Restoring them when the iterator is garbage-collected would change states in other code.
+        # A restore when the iterator is garbage-collected would change states in other code.
         self._held = None
 
 

@@ -73,8 +73,8 @@ class Spending:
         elif ledger is not None:
             raise ValueError(
                 f"accountant={class_name(self.accountant)} with ledger={where!r}: other code can "
-                "add releases to its history that the ledger lacks; pass the name of one of "
-                "dpflash's accountants, such as accountant='rdp'"
+                "add releases to the history of this accountant that the ledger lacks; pass the "
+                "name of one of dpflash's accountants, such as accountant='rdp'"
             )
         if self.is_ours and relation is None:
             own = self.accountant.neighboring_relation
@@ -217,7 +217,7 @@ class Spending:
             left.state = self._state()
 
     def note_refusal(self, run: str, *, may_be: bool) -> None:
-        """Write to the ledger that a PrivateRefusal ended the run (`may_be`: perhaps)."""
+        """Write to the ledger that a PrivateRefusal ended the run, or may have ended the run."""
         if self.ledger is not None:
             unit = self.unit or SAMPLE
             note = LOST if may_be else REFUSED
@@ -245,7 +245,7 @@ class Spending:
         return self.remaining(event) > 0
 
     def remaining(self, event: Event) -> int:
-        """Return the number of such events that the budget allows; computed once, then counted."""
+        """Return how many such events the budget allows: computed once, then counted down."""
         assert self.budget is not None
         if _is_noiseless(event) or self.noiseless:
             return 0
@@ -365,7 +365,7 @@ class Spending:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a checkpoint's spending; if there is a ledger, its events are used instead."""
+        """Load a checkpoint's spending; with a ledger, use the ledger's events instead."""
         if self.ledger is None and self.is_ours:
             loaded = copied(self.accountant)
             loaded.load_state_dict(state["accountant"])
@@ -468,8 +468,8 @@ class Spending:
         if after == math.inf and event.failure() > 0:
             return (
                 f"the privacy budget epsilon={limit:g} at delta={delta:g} allows no step: batches "
-                f"exceed max_batch_size with a probability of {event.failure():.3g}, for which "
-                "delta is too small. Pass a greater max_batch_size, or leave it out"
+                f"exceed max_batch_size with a probability of {event.failure():.3g}, and "
+                "delta must be larger. Pass a greater max_batch_size, or leave it out"
             )
         return (
             f"the privacy budget epsilon={limit:g} at delta={delta:g} allows no further step: "
@@ -536,15 +536,15 @@ def convert_event(event: Event, relation: str) -> Event:
     if type(event) is Gaussian and relation == ADD_REMOVE:
         raise ValueError(
             f"neighboring_relation={relation!r}: a batch that did not come from a private loader "
-            "has no guarantee for it, since one more sample could change all others; use "
+            "has no guarantee under it, since one more sample could change all others; use "
             f"{ZERO_OUT!r}"
         )
     takes_size = isinstance(event, PoissonGaussian | RandomAllocationGaussian)
     if takes_size and (event.relation, relation) == (ZERO_OUT, ADD_REMOVE):
         raise ValueError(
             f"neighboring_relation={relation!r}: the {event.sampler} sampler counted the size of "
-            "the dataset as public, and its sample rate changes with one more sample; pass a "
-            f"public number, make_private(dataset_size=...), or use {ZERO_OUT!r}"
+            "the dataset as public, and one more sample changes the sample rate; pass a public "
+            f"number, make_private(dataset_size=...), or use {ZERO_OUT!r}"
         )
     try:
         return event.convert(relation)

@@ -36,8 +36,8 @@ from .entries import Collate, Collated, FittingCollate, ReadableEntries, copied,
 from .order_trial import moves_rows
 
 _ENTRIES = 6
-# For the first four seeds, the first uniform number of each generator (Python's, torch's, NumPy's
-# old and new) is once below 0.05 and once above 0.95, so that rare branches are taken.
+# With one of the first four seeds, a generator (Python's, torch's, NumPy's old or new) begins with
+# a uniform number below 0.05; with another, above 0.95. So rare branches are taken.
 _SEEDS = (56, 34, 119, 31, *range(20))
 _REPEATS = 8
 _ALIKE, _OTHERS = 24, 16
@@ -199,8 +199,8 @@ def _odd_field(batch: Any, size: int) -> str | None:
         return None
     place, x = tensors[0]
     return (
-        f"makes batch{place} of another size than it got entries, and no field of the batch has "
-        "one row for each entry: return one sample for each entry, with the samples in the first "
+        f"makes batch{place} of another size than its entries, and no field of the batch has one "
+        "row for each entry: return one sample for each entry, with the samples in the first "
         "dimension, [B, ...], for example by batch.transpose(0, 1)"
     )
 
@@ -239,9 +239,9 @@ class _Trial:
     def __init__(self, collate: Collate, entries: list[Any], *, of_indices: bool = False):
         self._collate = collate
         self._entries = entries
-        # A dataset may read entries in order, so that the last ones never get the first numbers.
+        # If entries are read in order, the last entries never get the first random numbers.
         self._turns = max(1, len(entries) - 2) if of_indices else len(entries)
-        # Compared with a batch of another size, it shows which dimensions are the batch.
+        # A comparison of `two` with a batch of another size shows which dimensions are the batch.
         self.two = self._batch(entries[:2])
         self._generators = FunctionState(collate, with_data=False)
         self._state: FunctionState | None = None
@@ -277,7 +277,7 @@ class _Trial:
         """Return whether an entry's row depends on the other entries, at equal random states.
 
         The order of rows is ignored, because some loaders may sort. If equal calls give different
-        results, the function is tested again with its state restored before each call. If they
+        results, the function is tested again with its state restored before each call. If results
         still differ, batches of one repeated entry show whether a row alone is random.
         """
         if self._mixes():
@@ -326,7 +326,7 @@ class _Trial:
     def _is_random_by_others(self) -> bool:
         """Return whether equal calls usually differ for several entries, but never for one.
 
-        For one entry, the batch repeats it. If each row were random by itself, this result would
+        A batch of one entry repeats this entry. If each row were random by itself, True would
         occur by chance at most once in 100,000 tests, whatever the probability of a change.
         """
         several, deadline = self._entries[:4], time.monotonic() + _SECONDS
@@ -368,7 +368,7 @@ class _Trial:
         return None
 
     def _pairs(self, turn: int) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Yield pairs of batches that have one entry in common, which `turn` selects."""
+        """Yield pairs of batches that have one entry in common; `turn` selects this entry."""
         entries = self._entries
         one, mate, other = (entries[(turn + k) % len(entries)] for k in range(3))
         yield [one, mate, mate, mate], [one]
@@ -378,7 +378,7 @@ class _Trial:
                 yield [mate, one, mate, mate], [other, one, other, other]
 
     def _batch(self, entries: list[Any]) -> Any:
-        # Copy, since a function may change entries in place, which may belong to the dataset.
+        # Copy the entries, since the function may change them in place in the dataset.
         return self._collate(list(map(copied, entries)))
 
     def _collated(self, entries: list[Any], seed: int) -> _Collated:
@@ -460,7 +460,7 @@ def _is_length(value: Any, lengths: set[int]) -> bool:
 
 
 def _differ(rows: list[list[Any]], others: list[list[Any]]) -> bool:
-    """Return whether no row equals one of the others, although some have the same form."""
+    """Return whether no row equals any of `others`, although some rows have the same form."""
     found = [_equal(row, other) for row in rows for other in others]
     return False in found and True not in found
 

@@ -31,13 +31,13 @@ _FIRST = 7
 _REPEATS = 8
 _IMMUTABLE = {int, float, bool, str, bytes, NoneType}
 _FAILED: Any = object()
-# Of longer lists only the set of the elements' types is compared, not their order.
+# Of longer lists only the set of the elements' types is compared, not the order of elements.
 _FIELDS = 16
 # Objects nested more deeply are distinguished by their types alone.
 _DEPTH = 6
 _STORAGE = ("dtype", "layout", "device", "requires_grad")
-# Number of batches of a DataLoader worker of which a version without the longer entries is made
-# too, and the largest number of versions of one batch.
+# Number of first batches of a DataLoader worker that get versions without longer entries too;
+# the second number is the largest number of such versions of one batch.
 _SHORTENED = 32
 _VARIANTS = 3
 # Smallest number of samples at which `BadShare` decides.
@@ -174,7 +174,7 @@ class Collated(NamedTuple):
 class FittingCollate:
     """A collate function that replaces entries that do not fit by padding.
 
-    The model entry is the first of the first `_FIRST` entries whose form most of them have. An
+    The model entry is the first entry with the form that most of the first `_FIRST` have. An
     entry fits if the collate function can make a batch from it, alone and together with the model
     entry, and the batch has the same fields and dtypes (and shapes, if the length is public) as a
     batch of the model entry. Numbers of narrower dtypes, such as integers among fractions, are
@@ -196,7 +196,7 @@ class FittingCollate:
         each: the number of rows of a unit, which are contiguous.
 
     Raises:
-        PrivateRefusal: the function fails on the first entries, or on entries of which each fits;
+        PrivateRefusal: the function fails on the first entries, or on a batch of entries that fit;
             the rows of a batch are in another order than its entries; or the function is a `PadTo`
             with a padding value for a field that the model entry does not have.
     """
@@ -221,7 +221,7 @@ class FittingCollate:
         form = self._looked_up()
         fetched = isinstance(entries, Together | _Fetched)
         indices: list[int] = list(getattr(entries, "indices", []))
-        # An entry that is read with other entries may depend on them, for example by padding.
+        # Entries that are read together may depend on each other, for example by padding.
         by_index = fetched and self.dataset.reads_together
         items = indices if by_index else list(entries)
         random_state = RandomState()
@@ -261,7 +261,7 @@ class FittingCollate:
             raise PrivateRefusal(
                 f"data_loader.collate_fn={name} failed on a batch, and not because of a "
                 "single entry alone: it failed on several entries together, or most of the "
-                "dataset's first seven entries differ in form, or its __getitem__ failed on them. "
+                "dataset's first seven entries differ in form, or __getitem__ failed on them. "
                 "`details['error']` of this exception has the message of the failure. Entries of "
                 "several lengths need a function that pads to a public length "
                 "(collate_fn=dpflash.sampling.PadTo, or the data_collator of a Trainer); replace "
@@ -320,7 +320,7 @@ class FittingCollate:
         return self._left >= 0
 
     def _kept_rows(self, alone: list[Any]) -> list[list[bool]]:
-        """Return the rows to keep, for each length that varies between single entries' batches."""
+        """Return lists of rows to keep: one for each length that differs between entries."""
         if any(batch is _FAILED for batch in alone):
             return []
         shapes = [{n: x.shape for n, x in _numbers_of(batch)} for batch in alone]
@@ -505,9 +505,9 @@ class BadShare:
     """Ends training if most samples are bad, since steps would then be little but noise.
 
     The check runs at the end of a logical batch, on `_JUDGED` or more samples together. A unit has
-    at most `per_unit` samples in a logical batch, so `per_unit` bad samples of each are not
-    counted. Whatever its contents, a single unit can thus end training only if more than half of
-    the other samples are bad. With logical batches of one or two samples training never ends.
+    at most `per_unit` samples in a logical batch, so `per_unit` bad samples of each logical batch
+    are not counted. Whatever its contents, a single unit can thus end training only if more than
+    half of the other samples are bad. Logical batches of one or two samples never end training.
 
     Args:
         per_unit: the largest number of samples of a privacy unit in a logical batch.
@@ -583,7 +583,7 @@ class _Form:
         return self._of(batch, size)[0] == self._fields
 
     def has_made(self, batch: Any, size: int) -> bool:
-        """Like `has_fields_of`, and the lengths that all fitting entries have in common too."""
+        """Like `has_fields_of`, but also compare the lengths that all fitting entries share."""
         fields, lengths = self._of(batch, size)
         return fields == self._fields and all(
             lengths[place] == own or place in self._varying for place, own in self._lengths.items()
@@ -674,7 +674,7 @@ def _replaced(batch: Any, new: dict[int, Any], depth: int = 0) -> Any:
 def _described(
     batch: Any, two: Any, three: Any, size: int, place: str = ""
 ) -> Iterator[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
-    """Yield (place, kind, lengths) of all parts of a batch; the number of rows is no length."""
+    """Yield (place, kind, lengths) of all parts of a batch; lengths omit the number of rows."""
     if isinstance(batch, Tensor) and batch.is_nested:
         yield place, (type(batch), batch.dtype), ()
         return

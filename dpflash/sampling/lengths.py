@@ -1,7 +1,7 @@
 """Lengths of samples: checks whether they are public, and `PadTo`, which makes them public.
 
 If a collate function pads to the longest sample of a batch, that sample determines the padded
-length of all other samples, and thereby the kernels that compute them and their rounding.
+length of all other samples, and thereby the kernels and the rounding of all other samples.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class _CollateForOthers:
         if samples and bad:
             raise PrivateRefusal(
                 "an entry of the dataset cannot be part of a batch, and a loader that iterates "
-                "batch_sampler by itself, such as BatchMemoryManager, has no padding rows to put "
-                "in its place: pass physical_batch_size= instead",
+                "batch_sampler by itself, such as BatchMemoryManager, has no padding rows to "
+                "replace the entry: pass physical_batch_size= instead",
                 rows=bad,
             ) from None
         if samples:
@@ -405,7 +405,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         return self._seeds.apart()
 
     def _fetched(self) -> Iterator[Collated]:
-        """Yield the DataLoader's batches; only a user's sampler may advance the generators."""
+        """Yield the fetched batches; save the generators' states unless a user's sampler runs."""
         if self._draws is not None:
             self._seeds.begin()
         batches, trial, fitting = iter(self._padded), self._trial, self._fitting
@@ -535,7 +535,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
                 yield given, its_mark
 
     def _without(self, bad: Sequence[int], mark: BatchMark) -> BatchMark:
-        """Return the mark of a batch in which padding replaces the bad entries; count them."""
+        """Count the bad entries; return the mark of the batch with padding in their place."""
         left = mark.without(bad)
         count = mark.count
         self._bad_entries += count - left.count

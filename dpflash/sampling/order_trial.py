@@ -46,7 +46,7 @@ def moves_rows(fitting: FittingCollate) -> bool:
             raise TimeoutError
         if fitting.dataset.reads_together:
             return fitting.collate(fitting.dataset.together(indices))
-        # Copy, since a function may change entries in place, which may belong to the dataset.
+        # Copy the entries, since the function may change them in place in the dataset.
         return fitting.collate([copied(read[index]) for index in indices])
 
     for chosen in _choices(read):

@@ -1,7 +1,7 @@
 """Refuses steps of other optimizers (a GAN's generator, a probe) once per private microbatch.
 
 The number of microbatches of a logical batch is private. If another optimizer stepped in each
-microbatch, private data would determine its number of steps. While a loop iterates over a private
+microbatch, private data would determine how often it steps. While a loop iterates over a private
 loader, a hook before each optimizer's step refuses such steps.
 """
 
@@ -24,8 +24,8 @@ _COUNTED = (
     "another optimizer's step() in a microbatch of the private loader that is a trial, or not the "
     "last of its logical batch: the number of microbatches is private, so these steps would be "
     "counted by private data. Step the other model (a GAN's generator, a probe) only if "
-    "`loader.is_last` is True, as often as `loader.releases` counts, or outside of the loop, "
-    "whose iterator must not be kept"
+    "`loader.is_last` is True, as often as `loader.releases` counts, or outside of the loop "
+    "(keep no iterator of the loader)"
 )
 
 # Loader over which loops iterate now -> the thread of each iterator.
@@ -35,18 +35,18 @@ wrapped_optimizers: WeakSet[Optimizer] = WeakSet()
 
 
 class _Steps:
-    """The steps of one parameter, as the number of microbatches that each loader had yielded."""
+    """Records after how many microbatches of each loader one parameter has stepped."""
 
     def __init__(self) -> None:
         self._free: WeakKeyDictionary[BatchTracker, int] = WeakKeyDictionary()
-        # Also the numbers of microbatches of the loaders that were within a logical batch then.
+        # A loader at a batch's end -> its microbatches, and those of the loaders within a batch.
         self._ends: WeakKeyDictionary[BatchTracker, tuple[int, list[int]]] = WeakKeyDictionary()
 
     def may_take(self, within: Sequence[BatchTracker], ended: Sequence[BatchTracker]) -> bool:
-        """Return whether the step is at a batch's end, or in a loader's first microbatch with one.
+        """Return whether a logical batch has just ended, or the parameter steps here as before.
 
-        The end of one loader's logical batch allows no further steps while other loaders continue:
-        its iterator may be kept, or belong to an outer loop.
+        The end of one loader's logical batch allows no further steps once another loader goes on,
+        since the ended loader's iterator may be kept, or belong to an outer loop.
         """
         places = [tracker.received for tracker in within]
         for tracker in ended:
@@ -57,14 +57,14 @@ class _Steps:
         return all(self._free.setdefault(t, t.received) == t.received for t in within)
 
 
-# Keyed by parameter, since an optimizer may be created anew for each step. It outlives loops:
+# Keyed by parameter, since an optimizer may be created anew for each step. Kept when a loop ends:
 # otherwise one step per loop, in a microbatch that few logical batches have, would be allowed.
 _stepped: Any = WeakIdKeyDictionary()
 
 
 @contextmanager
 def refusing_counted_steps(tracker: BatchTracker) -> Iterator[None]:
-    """Refuse such steps in the with block, while a loop iterates over the tracker's loader."""
+    """Refuse other optimizers' steps while, in the with block, a loop iterates over the loader."""
     threads, own = _iterated.setdefault(tracker, []), get_ident()
     threads.append(own)
     hook = register_optimizer_step_pre_hook(_before_step)

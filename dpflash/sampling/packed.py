@@ -66,8 +66,8 @@ class PackedSampler(SlotSampler):
     Args:
         draws: the sampler, whose key also determines the choice of a unit's documents.
         dataset: dataset of documents. Most of its first entries must be documents. The length of a
-            document is read when it is first sampled. If a later read returns a longer document,
-            it is truncated to that length, so that no other document moves.
+            document is read when it is first sampled. A longer document from a later read is
+            truncated to that length, so that no other document moves.
         collate: packs the samples of a microbatch.
         groups: the documents of each unit, if units are sampled. Documents of a unit that do not
             fit into a microbatch are left out.

@@ -56,7 +56,7 @@ SAMPLINGS = ("poisson", "fixed_size", "shuffled", "cyclic_poisson", ALLOCATION)
 INDEPENDENT = ("poisson", "cyclic_poisson", ALLOCATION)
 # Key in `scheme` of a digest of the entries of each unit. PRIVATE.
 ENTRIES_OF_UNITS = "entries of each unit"
-# A probability that is negligible compared to delta, in thousands of steps and with epsilon 10.
+# A probability that is negligible compared to delta, even in thousands of steps at epsilon 10.
 _FREE = 1e-16
 
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 class Prepared:
     """Mixin of the private loader and optimizer, which Accelerate must not wrap.
 
-    Accelerate's loader would yield batches other than the accountant assumes, and its optimizer
-    would skip steps.
+    Accelerate's loader would yield batches other than the accountant assumes, and Accelerate's
+    optimizer would skip steps.
     """
 
     @property

@@ -30,8 +30,8 @@ class CollatedOrder:
     """Finds batches whose rows are in another order than the entries that were fetched.
 
     All rows that repeat one entry a are equal, unless reading a is random or rows were moved. Rows
-    were moved if the row of another entry b has the content that a always has, while b always has
-    another content. Moves between equal entries are not detected.
+    were moved if the row of another entry b has the content that a always has, although b always
+    has another content. Moves between equal entries are not detected.
     """
 
     def __init__(self) -> None:

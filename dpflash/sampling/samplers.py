@@ -313,8 +313,8 @@ class FixedSizeBatchSampler(DrawSampler):
         physical_batch_size: largest length of a yielded list of indices; None for no bound.
 
     Guarantees:
-        Logical batches are independent. They are uniform unless two 64-bit words are equal, which
-        has probability below num_samples^2 / 2^65 in a logical batch.
+        Logical batches are independent. The subsets are uniform unless two 64-bit words are equal,
+        which has probability below num_samples^2 / 2^65 in a logical batch.
     """
 
     def __init__(
@@ -353,7 +353,7 @@ def _least(words: np.ndarray, count: int) -> np.ndarray:
 
 
 class ShuffledBatchSampler(FixedDraws, BatchSampler):
-    """Yields the batches of the user's loader, and reports to the tracker (for any loader)."""
+    """Yields the user's batches to any loader that iterates it, and reports to the tracker."""
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, tracker: BatchTracker):
         super().__init__(sampler, batch_size, drop_last)

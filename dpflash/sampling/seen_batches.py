@@ -19,7 +19,7 @@ from .tracker import BatchMark
 # On a CPU all batches are checked; on a GPU, where each check waits for the device, 8 batches.
 _LOOKED_AT = 8
 _REMEMBERED = 1 << 16
-# Rows with fewer numbers than this may occur in another batch by chance.
+# A row with fewer numbers than this may be equal to a row of another batch by chance.
 _DISTINCTIVE = 8
 
 # The `SeenBatches` of all loaders over which a loop iterates now.
@@ -66,9 +66,9 @@ class SeenBatches:
         if not self._is_of_another:
             return None
         return (
-            "the model got the batch of another private loader: it is unknown here which of its "
-            "rows are padding rows, which repeat a sample. Give each private model a loop over "
-            "its own loader, or combine both models in one module"
+            "the model got the batch of another private loader: it is unknown here which rows of "
+            "that batch are padding rows, which repeat a sample. Give each private model a loop "
+            "over its own loader, or combine both models in one module"
         )
 
     def observe(self, batch: Any, mark: BatchMark, each: int = 1) -> None:

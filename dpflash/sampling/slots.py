@@ -92,7 +92,7 @@ def _mean_rounds(num_samples: int, sample_rate: float, slots: int, cap: int | No
 
 
 def _sum_of_tails(sizes: NDArray[np.int64], num_samples: int, sample_rate: float) -> float:
-    """Return the sum over `sizes` of the probability that a logical batch is larger."""
+    """Return the sum over `sizes` of the probability that a logical batch exceeds the size."""
     from scipy.special import bdtrc  # takes a third of a second to import
 
     return float(bdtrc(sizes, num_samples, sample_rate).sum())

@@ -24,8 +24,8 @@ SAMPLES = 4
 TOKENS = 16  # largest number of tokens of a sample
 # If a batch has more numbers than this, it gets at most as many samples as a batch of training.
 _LARGE = 1024
-# For each sample, the number of tokens by which it is shorter than the longest. The total number
-# of tokens differs between each half of the samples and the samples that replace the other half.
+# For each sample, the number of tokens by which it is shorter than the longest. Two of the samples
+# never have as many tokens in total as the other two, which replace them.
 _SHORTER = (0, 7, 0, 2)
 # Number of first entries whose fields, dtypes and shapes are read.
 _FIRST = 7

@@ -21,7 +21,7 @@ STEP_OF_ANOTHER = (
     "parameters with requires_grad_(False), or run it inside engine.public_data()"
 )
 FOREIGN = (
-    "the batch is not of the private loader: how it was sampled is unknown, and several of its "
+    "the batch is not of the private loader: how the batch was sampled is unknown, and several "
     "rows may belong to one sample, so nothing was released. Iterate over the loader that "
     "make_private returned, and do so anew in each epoch (itertools.cycle repeats old batches; "
     "after load_checkpoint the loader itself continues, without Accelerate's skip_first_batches). "
@@ -62,9 +62,9 @@ _UNRELEASED = (
     "a drawn batch was not released: optimizer.step() must follow each logical batch before the "
     "next one begins or the epoch ends, even if the batch is empty and whatever its losses are. "
     "Otherwise the number of steps reveals private data. Pass the optimizer to make_private, and "
-    "call step() of the optimizer that it returns after each microbatch; an optimizer that was "
-    "built on the returned model releases nothing. The step at a logical batch's last microbatch "
-    f"releases, so larger batches need no gradient accumulation of your own. {_ONLY_READ}"
+    "call step() of the returned optimizer after each microbatch; an optimizer that was built on "
+    "the returned model releases nothing. The step at a logical batch's last microbatch releases, "
+    f"so larger batches need no gradient accumulation of your own. {_ONLY_READ}"
 )
 
 

@@ -21,8 +21,8 @@ Indices = NDArray[np.int64]
 class UnitGroups:
     """The entries of each unit.
 
-    An entry is left out if unit_of raises an error for the entry or returns no unit (None, or an
-    object that equals no other object, like NaN), or several units although units are sampled.
+    An entry is left out if unit_of raises an error for the entry, returns no unit (None, or an
+    object that equals no other, like NaN), or returns several units although units are sampled.
 
     Args:
         dataset: a map-style dataset.
@@ -71,8 +71,8 @@ class UnitGroups:
         self.left_out = sum(not own for own in owners)
         if 2 * self.left_out > size:
             raise PrivateRefusal(
-                "unit_of gives most entries no unit: it fails, or gives None, NaN or an object "
-                "that equals no other, or several units without unit_sampling='example'. Name "
+                "unit_of gives most entries no unit: it fails, gives None, NaN or an object that "
+                "equals no other, or gives several units without unit_sampling='example'. Name "
                 "units by numbers or strings, and give each entry without an owner its own unit",
                 left_out=self.left_out,
                 units=named,

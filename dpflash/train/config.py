@@ -40,7 +40,7 @@ class TrainingConfig:
 
     None means the default that the help states. With `pack`, a document longer than a row is cut
     into windows, and the gradients of its windows are summed before clipping. If a document has
-    more tokens than a microbatch, each step trains on one window with as many as a microbatch.
+    more tokens than a microbatch, each step trains on one window, as long as a microbatch.
     """
 
     data: str | None = None
@@ -240,8 +240,8 @@ class TrainingConfig:
             for name in ("tokenizer", "lora_rank"):
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"{name}={getattr(self, name)!r} without model: a new model reads bytes "
-                        "and trains all its parameters; pass model, or leave this option out"
+                        f"{name}={getattr(self, name)!r} needs model: a new model reads bytes and "
+                        "trains all its parameters; pass model, or leave this option out"
                     )
             for name, size in _SIZES.items():
                 if getattr(self, name) is None:

@@ -102,12 +102,12 @@ class ByteDocuments(Sequence[bytes]):
 
         `field` is the key of a record's text. `label_field` is the key of its label: a document is
         then the label, a NUL byte and the text. Records with a label that is not in `labels` are
-        left out. Hidden files and folders, `__pycache__`, `site-packages` and `dist-packages`
-        are skipped, and links to folders are not followed.
-        With unit "file" or "folder", a document is a file; a .jsonl file is the texts of its
-        records. With "folder", a file directly in `path` is a unit. With "record" or "field:NAME",
-        a document is a line of a JSONL file; without `suffixes`, only .jsonl files are read.
-        Raises PrivateRefusal if no document is usable, or the documents exceed max_total_bytes.
+        left out. Hidden files and folders, `__pycache__`, `site-packages` and `dist-packages` are
+        skipped, and links to folders are not followed. With unit "file" or "folder", a document is
+        a file; of a .jsonl file, the document is the texts of all records. With "folder", a file
+        directly in `path` is a unit. With "record" or "field:NAME", a document is a line of a
+        JSONL file; without `suffixes`, only .jsonl files are read. Raises PrivateRefusal if no
+        document is usable, or the documents exceed max_total_bytes.
         """
         root = Path(path)
         _validate.positive_int(max_total_bytes=max_total_bytes)

@@ -16,9 +16,9 @@ class Heartbeat:
     """A thread that writes a count to the job's store each second and reads the next rank's count.
 
     Without a heartbeat, a rank that waits in a collective notices a silent rank only after the
-    collective's timeout, which must be longer than the longest step. A working rank counts on
-    however long its step takes, unless a single call holds Python's lock (GIL) longer than the
-    timeout. A second thread watches the first, which blocks if the store does not answer.
+    collective's timeout, which must be longer than the longest step. A working rank continues to
+    count however long its step takes, unless a single call holds Python's lock (GIL) longer than
+    the timeout. A second thread watches the first, which blocks if the store does not answer.
 
     Args:
         store: the job's store; the thread opens its own connection.

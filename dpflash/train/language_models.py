@@ -274,7 +274,7 @@ def encode_texts(tokenizer: Any, contents: Sequence[bytes], vocabulary: int) -> 
     """Return the token ids of each text, with start and end tokens if the tokenizer has them."""
     start, end = start_token(tokenizer), tokenizer.eos_token_id
     texts = [content.decode(errors="replace") for content in contents]
-    # `verbose` would warn about texts that are too long for the model; windows cut them.
+    # `verbose` would warn about texts that are too long for the model, but windows cut such texts.
     rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     first, last = ([] if token is None else [token] for token in (start, end))
     return _as_arrays(tokenizer, ([*first, *row, *last] for row in rows), vocabulary)
@@ -304,7 +304,7 @@ def _as_arrays(tokenizer: Any, rows: Iterable[list[int]], vocabulary: int) -> li
         if len(ids) and ids.max() >= vocabulary:
             raise PrivateRefusal(
                 f"tokenizer={tokenizer.name_or_path!r}: the tokenizer makes a token that the "
-                f"model, with {vocabulary} tokens, lacks; pass the folder of the model's own one",
+                f"model, with {vocabulary} tokens, lacks; pass the model's own tokenizer",
                 token=int(ids.max()),
             ) from None
         documents.append(ids)

@@ -23,7 +23,7 @@ from .ranks import Team
 
 _REQUIRED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Launcher without torchrun's variables -> the variable with its number of processes. Not
-# SLURM_NTASKS, since Slurm sets it for a batch script too, which is one process.
+# SLURM_NTASKS, which Slurm sets for a batch script too, although that is one process.
 _OTHERS = {
     "srun": "SLURM_STEP_NUM_TASKS",
     "mpirun (Open MPI)": "OMPI_COMM_WORLD_SIZE",
@@ -33,7 +33,7 @@ _OTHERS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """The rank of this process in its job; on exit, a context destroys the process group."""
+    """The rank of this process in its job; a with block destroys the process group at its end."""
 
     parallel: Parallelism = Parallelism()  # how the ranks divide the job
     rank: int = 0  # global rank, from 0

@@ -8,7 +8,7 @@ from ..packing import PackTo
 from .config import TrainingConfig
 from .data import TrainWindows
 
-# Assumed mean tokens per document; if documents are shorter, microbatches are partly empty.
+# Assumed mean number of tokens of a document; shorter documents leave microbatches partly empty.
 _TOKENS_OF_DOCUMENT = 64
 
 

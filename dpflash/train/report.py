@@ -151,7 +151,7 @@ def _notes(job: TrainingRun) -> list[str]:
     if job.lost_steps:
         notes.append(
             f"{job.lost_steps} step(s) were released by a process that died before its next "
-            "checkpoint; epsilon counts them, but they are not in the model"
+            "checkpoint; epsilon counts these steps, but the model does not contain them"
         )
     if config.baseline and state.bits_nonprivate is None and job.ranks["shard_parameters"]:
         notes.append(

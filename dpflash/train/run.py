@@ -247,8 +247,8 @@ class TrainingRun:
         corpus = Corpus.read(config)
         if corpus.digest != saved["data_digest"]:
             raise ValueError(
-                f"data={config.data!r}: the documents differ from those the run started with, so "
-                "epsilon would hold for neither set; restore them, or start a new run"
+                f"data={config.data!r}: the documents differ from those of the start of the run, "
+                "so epsilon would hold for neither set; restore them, or start a new run"
             )
         team = launch.connect(config)
         team.ranks.agree("dpflash train", {"the checkpoint to resume": path.name})
@@ -258,12 +258,12 @@ class TrainingRun:
         if job.lost_steps:
             warn(
                 f"{job.lost_steps} step(s) were released after the last checkpoint and are lost; "
-                "epsilon counts them, and they are repeated with new noise",
+                "epsilon counts these steps, and the run repeats them with new noise",
             )
         return job
 
     def _fitting_length(self, documents: Sequence[Tokens]) -> int:
-        """Return the tokens per window: at most seq_len, the model's limit, the longest document.
+        """Return the tokens per window: the least of seq_len, model's limit and longest document.
 
         With a declared dataset_size the documents' lengths are private, so the windows' length
         does not depend on the documents.
@@ -539,8 +539,8 @@ class TrainingRun:
             ):
                 inputs = self._own_tokens(team.own_documents(inputs))
                 targets = self._own_tokens(team.own_documents(targets))
-                # A rank without documents must call the model if parameters are sharded; otherwise
-                # it must not, since models of transformers do not accept an empty batch.
+                # With sharded parameters a rank without documents must call the model. Otherwise
+                # the rank must not, since models of transformers do not accept an empty batch.
                 if not len(inputs) and not team.parallel.shard_parameters:
                     continue
                 logits = self._lm.logits(model, inputs)
