@@ -161,7 +161,7 @@ def test_a_padding_for_a_field_that_entries_lack_is_refused_before_the_first_dra
 def test_targets_of_tokens_are_not_padded_with_a_class():
     pairs = [(torch.arange(1, n), torch.arange(1, n)) for n in range(3, 9)] * 4
     for data, name in ((Documents(), "'labels'"), (pairs, "1")):
-        with pytest.raises(PrivateRefusal, match=rf"the targets of entries, field {name}.*-100"):
+        with pytest.raises(PrivateRefusal, match=rf"the targets in field {name}.*-100"):
             made(PadTo(9), data)
     for given in (0, {1: 0}):
         made(PadTo(9, given), pairs)
