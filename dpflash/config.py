@@ -413,7 +413,7 @@ class PrivacyConfig:
         if self.sampling == ALLOCATION and self.dataset_size is None:
             raise ValueError(
                 f"{named[0]} with sampling={self.sampling!r}, whose rate is 1 / steps per epoch; "
-                "pass dataset_size instead, or leave it out"
+                f"leave {named[0]} out, or pass dataset_size instead"
             )
         if (self.sample_rate is None) != (self.steps_per_epoch is None):
             raise ValueError(

@@ -328,9 +328,9 @@ def squared_norms(
 def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -> list[Share]:
     """Choose which samples share one product; waits for the device unless all `is_separate`.
 
-    A sample is multiplied separately if a product of all samples would round its term too
-    coarsely, or if its norm comes from its own product. The norms of the other samples include the
-    rounding of a product of all samples.
+    The weighted gradients of several samples are the terms of one matrix product. A sample has its
+    own product if the common product would round its term too coarsely, or if its norm was
+    computed by its own product. The norms of the other samples allow for the common rounding.
 
     Args:
         kept: the saved tensors of each parameter, of one batch.

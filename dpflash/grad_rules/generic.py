@@ -148,8 +148,8 @@ class PrivateLeaf(PrivateModule):
             except RuntimeError as error:
                 if misfit := context.backward.forward.misfit:
                     raise PrivateRefusal(
-                        f"{misfit}{described(self)} has no rule of its own, and fails in a "
-                        f"batch. {ALL_ROWS}",
+                        f"{misfit}{described(self)} has no rule of its own, and the general "
+                        f"rule, which runs it on the batch, failed. {ALL_ROWS}",
                         error=str(error),
                     ) from None
                 if self._writes_parameters(given):

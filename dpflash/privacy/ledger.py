@@ -129,7 +129,7 @@ class Ledger:
 
     @property
     def head(self) -> str:
-        """SHA-256 of the lines, as `sha256sum FILE` prints it; saved elsewhere it proves them."""
+        """SHA-256 of the lines, as `sha256sum FILE` prints it; a saved copy shows later changes."""
         return hashlib.sha256(self.content()).hexdigest()
 
     @property
