@@ -257,8 +257,9 @@ class RandomAllocationGaussian(Event):
         may depend on earlier outputs. So all sums together are obtained, step by step, from one
         sample of the pair, scaled by the change, with noise added. Blocks are independent, so
         their pairs compose. The bound also holds for the sampler that draws k of all T steps
-        uniformly, without blocks: this sampler is the same as a random partition of the steps into
-        sets of these lengths, and with a published partition the cost is that of blocks.
+        uniformly, without blocks: its output has the same distribution as that of the sampler with
+        blocks if a random partition of the steps into sets of these lengths takes the place of the
+        blocks, and the cost with a published partition is the same.
 
     Source:
         Feldman and Shenfeld 2025, Privacy amplification by random allocation (arXiv 2502.08202);

@@ -176,7 +176,7 @@ def build(
         about = about_run(privacy.run_name, privacy.data_name, keys.seed is not None, ranks)
         about["dataset_size"] = plan.dataset_size
         if (budget := privacy.budget) is not None:
-            about |= {"max_epsilon": budget.epsilon, "at_delta": budget.delta}
+            about |= {"max_epsilon": float(budget.epsilon), "at_delta": float(budget.delta)}
     spending.begin(event, privacy.budget, unit=plan.unit, grouping=plan.grouping, about=about)
     if privacy.budget is None and delta is not None:
         spending.set_delta(delta)

@@ -545,7 +545,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
             found,
             self._spending,
             delta,
-            run=self.ledger_run,
+            run=found.get("ledger_run", self.ledger_run),
             seeded=self.seed is not None,
             base=base and Path(base).name,
         )
@@ -623,7 +623,8 @@ class PrivacyEngine(Uncopied, OnlySettable):
             return model
         own = self._running().backward.attachment
         assert isinstance(own, Attachment)
-        self._detached = self._run.report(), own.give_back()
+        report = {**self._run.report(), "ledger_run": self.ledger_run}
+        self._detached = report, own.give_back()
         # The next model's steps are counted from 0, so the old keys would repeat the noise.
         self._keys.begin_model()
         self._spending.set_budget(None)

@@ -22,7 +22,7 @@ _PAIRS = 2**20
 
 
 class Chunk(NamedTuple):
-    """Positions ``start .. start + length - 1`` of a sequence, which a shard holds from `local` on."""
+    """Positions ``start .. start + length - 1`` of a sequence, in a shard from `local` on."""
 
     start: int
     length: int

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ..isolation.alteration import copied, rows_of
 from ..isolation.dropout import WithoutDropout
@@ -53,16 +54,25 @@ class Result(NamedTuple):
 NOTHING = Result(0.0, {}, (0.0, 0.0))
 
 
+# Losses with class weights, which the caller holds in float32; they change no argument in place.
+_WEIGHTED = (
+    F.cross_entropy,
+    F.nll_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.multi_margin_loss,
+)
+
+
 class _Widened(TorchFunctionMode):
-    """Converts float32 arguments (class weights) to float64 if another argument is in float64."""
+    """Converts the class weights of losses to float64 if the model's outputs are in float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = args, kwargs or {}
-        dtypes = {x.dtype for x in tree_leaves(given) if isinstance(x, Tensor)}
-        # Functions whose names end with "_" change their arguments in place.
-        if {torch.float32, torch.float64} <= dtypes and not func.__name__.endswith("_"):
+        if func in _WEIGHTED and args and args[0].dtype == torch.float64:
             args, kwargs = tree_map_only(
-                Tensor, lambda x: x.double() if x.dtype == torch.float32 else x, given
+                Tensor,
+                lambda x: x.double() if x.dtype == torch.float32 else x,
+                (args, kwargs or {}),
             )
         return func(*args, **(kwargs or {}))
 
@@ -77,7 +87,7 @@ class Subject:
         size: B.
         loss_reduction: "mean" or "sum" if loss_fn returns a scalar, else None.
         is_exact: whether results count as equal only if they have the same bits.
-        is_wide: whether float32 tensors that loss_fn holds are converted to the model's float64.
+        is_wide: whether the model is in float64, to which class weights are then converted.
 
     Attributes:
         trained: the trainable parameters by name.

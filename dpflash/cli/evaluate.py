@@ -54,7 +54,7 @@ def _run_evaluate(args: argparse.Namespace) -> int:
     is_records = args.label_field is not None or Path(args.data).suffix == ".jsonl"
     unit = args.unit or ("record" if is_records else "file")
     if args.label_field is not None:
-        return _evaluate_labels(args, unit)
+        return _evaluate_labels(args, "record" if unit == "file" else unit)
     model = TextModel(args.folder)
     documents = ByteDocuments.read(args.data, unit=unit, field=args.field, suffixes=args.suffixes)
     found = model.evaluate(

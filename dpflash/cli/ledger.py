@@ -32,8 +32,8 @@ _KEPT = {
 }
 _UNPROVEN = (
     "Save the head elsewhere: whoever can write the file can cut lines from its end or rewrite "
-    "the whole file. Only verify --head with the head that you saved last detects both. "
-    "--public-key detects them up to the newest signature that is still there."
+    "the whole file. verify --head detects both in the lines that the saved head covers, and "
+    "--public-key in the lines that the newest signature still there covers."
 )
 
 
@@ -125,7 +125,7 @@ def _run_verify(args: argparse.Namespace) -> int:
         "without_guard": proof.is_alone,
         "private_refusals": refusals_of(lines),
     }
-    print(as_json(report) if args.json else _as_text(report, args.file))
+    print(as_json(report) if args.json else _as_text(report, args.file, key))
     if head is None and key is None and not args.json:
         print(f"\n{_UNPROVEN}")
     return 0
@@ -147,7 +147,7 @@ def _verified(file: str, head: str | None, key: str | None) -> Proof:
     return proof
 
 
-def _as_text(report: dict[str, Any], file: str) -> str:
+def _as_text(report: dict[str, Any], file: str, key: str | None) -> str:
     kept, without = report["lines_of_kept_head"], report["lines_without_record"]
     rows = [("privacy unit", report["privacy_unit"] or "none")]
     rows += [
@@ -161,7 +161,8 @@ def _as_text(report: dict[str, Any], file: str) -> str:
         ("signed", f"the first {counted(s['lines'], 'line')}, {s['day']}, key {s['key']}")
         for s in report["signatures"]
     ]
-    signed = max((s["lines"] for s in report["signatures"]), default=0)
+    own = [s["lines"] for s in report["signatures"] if key in (None, s["key"])]
+    signed = max(own, default=0)
     if 0 < signed < report["lines"]:
         rows.append(("not signed", f"the last {counted(report['lines'] - signed, 'line')}"))
     if report["private_refusals"]:

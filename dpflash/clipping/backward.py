@@ -576,7 +576,7 @@ class PrivateBackward:
             "row x[None] at a time, call engine.backward(loss_fn, batch) with the loss of one row"
         )
         raise PrivateRefusal(
-            f"{why}. {ALL_ROWS}. {SHARED}. `details` of this exception has both numbers",
+            f"{why}. {ALL_ROWS}. {SHARED}",
             losses=loss_size,
             batch_size=gate_size,
         ) from None

@@ -20,6 +20,8 @@ mode: the grad_sample_mode. sum: exact, or rounded in float32. +MFLOP, +MiB: ope
   time: part of the predicted {milliseconds:.3g} ms. why: the other mode's time / this mode's;
   norms use T x T products (gram), per-sample gradients (tile) or rows of tokens (rows)"""
 
+_STORED = "stored per-sample gradients, if used, without a plan"
+
 
 @dataclass(frozen=True)
 class GroupInfo:
@@ -100,8 +102,8 @@ class ClippingPlan:
         public: the public facts about the batches.
         attention: which library's kernels run dense and causal attention, and why.
         context: a table of the modes of context-parallel attention; empty without a context.
-        unplanned: dotted names of the other trained matrices, whose per-sample gradients are
-            stored.
+        unplanned: dotted names of the other trained matrices; per-sample gradients are stored for
+            those that the last forward used.
     """
 
     uses: tuple[PlannedUse, ...]
@@ -138,11 +140,7 @@ class ClippingPlan:
         lines = (
             _table(rows),
             _LEGEND.format(milliseconds=1e3 * sum(use.seconds for use in self.uses)),
-            *(
-                [f"per-sample gradients are stored, without a plan: {', '.join(self.unplanned)}"]
-                if self.unplanned
-                else []
-            ),
+            *([f"{_STORED}: {', '.join(self.unplanned)}"] if self.unplanned else []),
             f"ceilings: {self.ceilings}",
             self.attention,
             *([self.context] if self.context else ()),

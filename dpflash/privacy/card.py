@@ -15,7 +15,7 @@ import torch
 
 from .._json import finite
 from .ledger import Ledger
-from .ledger_runs import OWN_RUN, epsilon_by_run
+from .ledger_runs import epsilon_by_run
 from .source import library_version
 from .spending import Spending, rounded_up
 
@@ -45,8 +45,8 @@ _OF_BASE = (
     "The earlier training data of the base model, except in runs that the table of runs lists."
 )
 SEEDED = (
-    "Whoever knows the seed of a seeded run can subtract that run's noise: for them, neither the "
-    "run's row nor the last row holds."
+    "Whoever knows the seed of a seeded run can subtract that run's noise: for them, no row that "
+    "includes the run holds."
 )
 _OF_OWN_LEDGER = "For the runs of its own ledger alone, the weights"
 
@@ -181,15 +181,17 @@ def versions() -> dict[str, str]:
 
 
 def _statement(report: Mapping[str, Any], unit: str, weights: str) -> str:
-    by_run = report.get("by_run") or {"rows": []}
-    own = [epsilon for name, *_, epsilon in by_run["rows"] if name.endswith(OWN_RUN)]
-    if report["epsilon"] is None and own in ([], [None]):
-        return "**This model is not private:** it was trained without noise."
-    delta = report["delta"]
+    delta, of_own_run = report["delta"], (report.get("by_run") or {}).get("epsilon_of_own_run")
+    if report["epsilon"] is None and of_own_run is None:
+        why = "its epsilon is infinite at this delta"
+        why = "it was trained without noise" if report["noise_multiplier"] == 0 else why
+        return f"**This model is not private:** {why}."
     if report["epsilon"] is None:
         text = (
-            "**There is no epsilon of all runs together:** another run of the ledger was trained "
-            "without noise. The epsilon of this run alone is in the table of runs below."
+            "**This model may not be private:** another run in the table below has no finite "
+            "epsilon, for instance because it had no noise. If the training of this model began "
+            "from weights of that run, this model reveals them. Otherwise this run's own epsilon, "
+            "in the table, holds for this run's data."
         )
     else:
         relation = _RELATIONS[report["neighboring_relation"]].format(unit=unit)
@@ -249,7 +251,7 @@ def _by_run_part(by_run: Mapping[str, Any], delta: float) -> list[str]:
         text = (
             "The last row, as in the first sentence, is for someone with one unit in the data of "
             "each run. Each other row is the epsilon of its steps alone; for someone in the data "
-            "of several runs, these epsilons add up (dpflash budget computes the sum)."
+            "of several runs, dpflash budget computes their joint epsilon."
         )
     if by_run.get("seeded"):
         text += f" {SEEDED}"

@@ -129,7 +129,7 @@ class Ledger:
 
     @property
     def head(self) -> str:
-        """SHA-256 of the lines, as `sha256sum FILE` prints it; a saved copy shows later changes."""
+        """SHA-256 of the lines, as `sha256sum FILE` prints it; a saved copy detects changes."""
         return hashlib.sha256(self.content()).hexdigest()
 
     @property

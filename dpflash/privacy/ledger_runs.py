@@ -17,7 +17,6 @@ from .ledger import LOST, REFUSED, Ledger, LedgerLine
 from .privacy_unit import kind_of
 from .spending import Spending
 
-OWN_RUN = "this run"  # the end of the row of the run of a card
 _RUN = re.compile("[0-9a-f]{64}")  # the random name of an engine's run
 _SHOWN = 12  # digits of the name that are shown
 
@@ -96,7 +95,7 @@ def alone(lines: Iterable[LedgerLine], spending: Spending) -> Spending:
 
 def refusals_of(lines: Iterable[LedgerLine]) -> int:
     """Return the number of runs that ended with a private refusal."""
-    return sum(line.note in (REFUSED, LOST) for line in lines)
+    return len({line.run for line in lines if line.note in (REFUSED, LOST)})
 
 
 def lines_of(ledger: Ledger, run: str) -> list[LedgerLine]:
@@ -111,11 +110,12 @@ def epsilon_by_run(
 
     Returns:
         A dict of "rows" (name, steps, privacy unit, relation, epsilon), "total" (epsilon and
-        relation of all together, None if privacy units differ) and "seeded" (whether any run was).
-        The name of a run contains the first day, and marks seeded runs and the run `own_run`. None
-        if there is only one run.
+        relation of all together, None if privacy units differ), "seeded" (whether any run was) and
+        "epsilon_of_own_run" (None if infinite or unknown). The name of a run contains the first
+        day, and marks seeded runs and the run `own_run`. None if there is only one run.
     """
     rows: list[tuple[Any, ...]] = []
+    epsilon_of_own_run: float | None = None
 
     def add(name: str, lines: Iterable[LedgerLine], spent: Spending, unit: str | None) -> None:
         steps = sum(line.steps for line in lines)
@@ -126,6 +126,8 @@ def epsilon_by_run(
         for lines in runs if len(runs) > 1 or len(ledgers) > 1 else []:
             name = f"run {label(runs_of(lines)[0])}{_marks(lines, own_run)}"
             add(name, lines, alone(lines, own), own.unit)
+            if lines[0].run == own_run:
+                epsilon_of_own_run = rows[-1][-1]
         if len(ledgers) > 1 and len(runs) > 1:
             add(f"these {len(runs)} runs of one ledger", ledger.lines, own, own.unit)
     total: dict[str, Any] | None = None
@@ -134,12 +136,15 @@ def epsilon_by_run(
         add("all together", all_lines, spending, spending.unit)
         total = {"epsilon": rows[-1][-1], "neighboring_relation": spending.relation}
     seeded = any("yes" in kept_of(ledger.lines, "seeded") for ledger in ledgers)
-    return {"rows": rows, "total": total, "seeded": seeded} if rows else None
+    if not rows:
+        return None
+    found = {"rows": rows, "total": total, "seeded": seeded}
+    return {**found, "epsilon_of_own_run": epsilon_of_own_run}
 
 
 def _marks(lines: Sequence[LedgerLine], own_run: str | None) -> str:
     seeded, is_own = "yes" in kept_of(lines, "seeded"), lines[0].run == own_run
-    marks = [*kept_of(lines, "day")[:1], *["seeded"] * seeded, *[OWN_RUN] * is_own]
+    marks = [*kept_of(lines, "day")[:1], *["seeded"] * seeded, *["this run"] * is_own]
     return "".join(f", {mark}" for mark in marks)
 
 

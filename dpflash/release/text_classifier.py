@@ -68,7 +68,9 @@ class TextClassifierModel:
         documents = encode_labelled(self._tokenizer, contents, known, numbers, longest)
         fitting = max(max(map(len, documents)) - 1, 1)
         nats, count = 0.0, len(documents)
-        counts = torch.zeros(len(numbers), len(numbers), dtype=torch.int64)  # [label, predicted]
+        counts = torch.zeros(
+            len(self.labels), len(self.labels), dtype=torch.int64
+        )  # [label, predicted]
         with torch.no_grad():
             for inputs, labels in labelled_batches(documents, fitting, None):
                 logits = classified(model, inputs, self._tokenizer.pad_token_id or 0)

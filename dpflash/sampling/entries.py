@@ -507,7 +507,8 @@ class BadShare:
     The check runs at the end of a logical batch, on `_JUDGED` or more samples together. A unit has
     at most `per_unit` samples in a logical batch, so `per_unit` bad samples of each logical batch
     are not counted. Whatever its contents, a single unit can thus end training only if more than
-    half of the other samples are bad. Logical batches of one or two samples never end training.
+    half of the other samples are bad. If logical batches have one or two samples, this check never
+    ends training.
 
     Args:
         per_unit: the largest number of samples of a privacy unit in a logical batch.
@@ -563,8 +564,10 @@ class _Form:
         self._dtypes = {place: x.dtype for place, x in _numbers_of(two)}
         self._varying: set[str] = set()
         # Only shapes are read from now on, and the batches of long entries are large.
-        kinds = (Tensor, np.ndarray)
-        self._samples = tuple(map_leaves(_without_values, x, kinds=kinds) for x in (two, three))
+        with suppress(Exception):  # some containers refuse other values
+            kinds = (Tensor, np.ndarray)
+            shapes = tuple(map_leaves(_without_values, x, kinds=kinds) for x in (two, three))
+            self._samples = shapes
 
     def adopted(self, batch: Any) -> Any:
         """Convert numbers of narrower dtypes in a batch to the dtypes of the form.
@@ -614,7 +617,9 @@ def _without_values(x: Any) -> Any:
     """A tensor or array of the same shape that holds one value."""
     if isinstance(x, np.ndarray):
         return np.broadcast_to(np.empty((), x.dtype), x.shape)
-    return x if x.is_nested or x.layout != torch.strided else x.new_empty(()).expand(x.shape)
+    if type(x) is not Tensor or x.is_nested or x.layout != torch.strided or x.is_quantized:
+        return x
+    return x.new_empty(()).expand(x.shape)
 
 
 def _longest_in_each(lengths: Sequence[int], each: int) -> list[int]:

@@ -275,7 +275,6 @@ class _Reader:
         self.field = field
         self.label_field = label_field
         self.labels = labels
-        self.unknown_label = ""
         self.max_total_bytes = max_total_bytes
         # (unit, content) -> path. The unit is "" if each document is a unit, so that equal
         # documents are kept once.
@@ -350,9 +349,7 @@ class _Reader:
                 return f"without a label in {self.label_field!r}"
             label = label if isinstance(label, str) else json.dumps(label)
             if label not in self.labels:
-                self.unknown_label = self.unknown_label or repr(label[:40])
-                found = f"such as {self.unknown_label}"
-                return f"with a label in {self.label_field!r} that is none of the labels, {found}"
+                return f"with a label in {self.label_field!r} that is none of the labels"
             content = label.encode() + b"\0" + content
         return content, str(owner)
 

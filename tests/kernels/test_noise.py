@@ -246,7 +246,7 @@ def test_the_last_element_of_a_stream_exists_and_the_next_does_not(generator):
     elements = {"chacha20": 2**35, "philox": 2**33}[generator]
     last = stream(9, offset=elements - 9, generator=generator)
     assert last.isfinite().all() and last.unique().numel() == 9
-    with pytest.raises(ValueError, match=f"offset={elements - 8}: with 9 elements .*parameter_id"):
+    with pytest.raises(ValueError, match=f"offset={elements - 8}: 9 elements .*parameter_id"):
         stream(9, offset=elements - 8, generator=generator)
 
 
