@@ -319,7 +319,7 @@ GOOD = {"std": 1.0, "grid": GRID, "key": KEY, "step": 0, "parameter_id": 0}
         ({"step": 2**64}, r"step=18446744073709551616: expected"),
         ({"parameter_id": -1}, r"parameter_id=-1: expected an integer in \[0, 2\^32\)"),
         ({"parameter_id": 2**32}, r"parameter_id=4294967296: expected"),
-        ({"offset": -1}, r"offset=-1: expected an integer >= 0; pass the element"),
+        ({"offset": -1}, r"offset=-1: expected an integer in \[0"),
         ({"generator": "mt19937"}, r"generator='mt19937': expected one of chacha20, philox"),
         ({"generator": ["philox"]}, r"generator=\['philox'\]: expected one of chacha20, philox"),
     ],

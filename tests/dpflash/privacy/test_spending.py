@@ -645,9 +645,11 @@ def test_an_engines_accountant_loses_no_release(sampling, has_ledger, private, t
     assert after > spent > 0
     name = "history" if sampling == "poisson" else "events"
     held = getattr(accountant, name)
-    with pytest.raises(ValueError, match="state_dict lacks releases"):
+    # With a ledger no history can be loaded or assigned at all.
+    refused = "counts the ledger's releases" if has_ledger else "{} lacks releases"
+    with pytest.raises((ValueError, RuntimeError), match=refused.format("state_dict")):
         accountant.load_state_dict(earlier)
-    with pytest.raises(ValueError, match=f"{name} lacks releases"):
+    with pytest.raises((ValueError, RuntimeError), match=refused.format(name)):
         setattr(accountant, name, [])
     for change in (held.clear, held.pop, held.reverse):
         with pytest.raises(TypeError, match="cannot be changed in place"):
@@ -659,8 +661,9 @@ def test_an_engines_accountant_loses_no_release(sampling, has_ledger, private, t
     meter = copy.deepcopy(accountant)
     meter.load_state_dict(earlier)
     assert meter.get_epsilon(DELTA) == spent and pickle.loads(pickle.dumps(held)) == held
-    accountant.load_state_dict(accountant.state_dict())
-    if sampling == "poisson":
+    if not has_ledger:
+        accountant.load_state_dict(accountant.state_dict())
+    if sampling == "poisson" and not has_ledger:
         accountant.history += [(2.0, 0.5, 1)]
         assert made[0].get_epsilon(DELTA) > after
     fresh = PrivacyEngine()

@@ -184,7 +184,7 @@ def test_a_card_states_epsilon_of_each_run_and_ledger_and_of_all_together(copied
     bare.append(run="c", event=replace(event, noise_multiplier=0.0), accountant="rdp")
     export(run, tmp_path / "beside", ledgers=[bare.path])
     card = (tmp_path / "beside" / "README.md").read_text()
-    assert "no epsilon of all runs together" in card and "is not private" not in card
+    assert "**This model may not be private:** another run" in card
     with pytest.raises(ValueError, match="one is given twice"):
         export(run, tmp_path / "twice", ledgers=[run / "ledger.jsonl", base.path, base.path])
     (run / "ledger.jsonl").unlink()
