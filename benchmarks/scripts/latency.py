@@ -40,7 +40,7 @@ HOSTS, LINK = ("dpflash-a", "dpflash-b"), "tun0"
 ADDRESSES, PORT = ("10.79.0.1", "10.79.0.2"), 29517
 PACKET = 9000  # bytes, as in the networks of clusters
 SECONDS = 5e-3
-ROUNDS, WARM_UP, STEPS = 5, 3, 5  # connections per delay; steps in one: untimed, timed
+ROUNDS, WARM_UP, STEPS = 3, 3, 5  # connections per delay; steps in one: untimed, timed
 CASES = {
     "replicated": TrainingCase("replicated", batch=16, tokens=512),
     "replicated, B = 64": TrainingCase("replicated", batch=64, tokens=512),
