@@ -30,7 +30,8 @@ def model_card(
         how: Python code that loads the model.
         audit: content of audit.json from `dpflash audit --run`; None if there was no audit.
     """
-    private = "" if report["epsilon"] is None else "differential-privacy, "
+    of_all = (report.get("by_run") or {}).get("total") or report
+    private = "" if of_all["epsilon"] is None else "differential-privacy, "
     trained = "trained" if base is None else f"fine-tuned from {base}"
     lines = [
         "---",

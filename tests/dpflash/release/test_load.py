@@ -185,6 +185,7 @@ def test_a_card_states_epsilon_of_each_run_and_ledger_and_of_all_together(copied
     export(run, tmp_path / "beside", ledgers=[bare.path])
     card = (tmp_path / "beside" / "README.md").read_text()
     assert "**This model may not be private:** another run" in card
+    assert "tags: [dpflash]" in card
     with pytest.raises(ValueError, match="one is given twice"):
         export(run, tmp_path / "twice", ledgers=[run / "ledger.jsonl", base.path, base.path])
     (run / "ledger.jsonl").unlink()
