@@ -49,7 +49,7 @@ def loader(**options):
 def refused():
     """refused(error, *words, ...) checks a make_private call and that it changed nothing."""
 
-    def check(error, *patterns, model=None, epsilon=False, optimizer=None, **arguments):
+    def check(error, *patterns, model=None, for_epsilon=False, optimizer=None, **arguments):
         model = nn.Linear(3, 2) if model is None else model
         model_types = [type(m) for m in model.modules()]
         state = copy.deepcopy(model.state_dict())
@@ -57,12 +57,12 @@ def refused():
             parameter.grad = torch.ones_like(parameter)
         optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
         options = {"max_grad_norm": 1.0, "data_loader": loader()}
-        if epsilon:
+        if for_epsilon:
             options |= {"target_epsilon": 3.0, "target_delta": 1e-5, "epochs": 2}
         else:
             options |= {"noise_multiplier": 1.0}
         engine = PrivacyEngine(seed=0)
-        make = engine.make_private_with_epsilon if epsilon else engine.make_private
+        make = engine.make_private_with_epsilon if for_epsilon else engine.make_private
         with pytest.raises(error) as caught:
             make(module=model, optimizer=optimizer, **{**options, **arguments})
         for pattern in patterns:
@@ -168,14 +168,16 @@ def test_arguments_that_contradict_each_other_are_refused(arguments, words, refu
     ids=str,
 )
 def test_a_target_outside_of_its_range_is_named(name, value, refused):
-    refused(ValueError, f"{name}={value!r}", epsilon=True, **{name: value})
+    refused(ValueError, f"{name}={value!r}", for_epsilon=True, **{name: value})
 
 
 @pytest.mark.parametrize("epsilon", [False, True])
 @pytest.mark.parametrize("noise", [1.0, 10.0])
 def test_a_bound_whose_noise_leaves_float32_is_refused(noise, epsilon, refused):
     arguments = {"max_grad_norm": 1e38} | ({} if epsilon else {"noise_multiplier": noise})
-    refused(ValueError, "max_grad_norm=1e+38", "scale the losses", epsilon=epsilon, **arguments)
+    refused(
+        ValueError, "max_grad_norm=1e+38", "scale the losses", for_epsilon=epsilon, **arguments
+    )
 
 
 def test_a_bound_whose_exact_sums_lose_gradients_warns():
@@ -195,7 +197,7 @@ def test_a_bound_whose_exact_sums_lose_gradients_warns():
 
 @pytest.mark.parametrize("name", ["target_epsilon", "target_delta", "epochs", "max_grad_norm"])
 def test_a_target_beyond_floats_range_is_named(name, refused):
-    refused(ValueError, f"{name}: expected", epsilon=True, **{name: 10**400})
+    refused(ValueError, f"{name}: expected", for_epsilon=True, **{name: 10**400})
 
 
 @pytest.mark.parametrize("epsilon", [False, True])
@@ -242,7 +244,7 @@ def test_noise_beside_a_target_epsilon_is_refused(value, refused):
         ValueError,
         f"noise_multiplier={value}",
         "make_private",
-        epsilon=True,
+        for_epsilon=True,
         noise_multiplier=value,
     )
 
@@ -547,7 +549,7 @@ def test_add_param_group_is_refused(private):
     ],
 )
 def test_an_unknown_keyword_is_refused_with_what_was_meant(name, value, meant, epsilon, refused):
-    refused(TypeError, f"'{name}'", meant, epsilon=epsilon, **{name: value})
+    refused(TypeError, f"'{name}'", meant, for_epsilon=epsilon, **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -659,7 +661,7 @@ def test_a_loader_whose_sampling_is_unknown_is_refused(
     data_loader, words, poisson, epsilon, refused
 ):
     made = data_loader()
-    refused(ValueError, *words, data_loader=made, poisson_sampling=poisson, epsilon=epsilon)
+    refused(ValueError, *words, data_loader=made, poisson_sampling=poisson, for_epsilon=epsilon)
 
 
 def test_a_private_loader_is_refused(private, refused):

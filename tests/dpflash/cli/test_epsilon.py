@@ -373,7 +373,7 @@ REFUSED = {
     "TARGET --sample-rate 0.1 --noise-multiplier 0": "--noise-multiplier 0.0: expected",
     "TARGET RUN --noise-multiplier 1": "--noise-multiplier 1.0, --steps 1000, --sample-",
     "TARGET --steps 10": "no --noise-multiplier, --steps 10, no --sample-rate: expected all but",
-    "TARGET SHUFFLED": "no --noise-multiplier, no --epochs: expected all but one of them",
+    "TARGET SHUFFLED": "no --noise-multiplier, no --epochs: expected all but one, to",
     "TARGET SHUFFLED --epochs 2 --noise-multiplier 3": "--noise-multiplier 3.0, --epochs 2: exp",
     "TARGET --sample-rate 1 --noise-multiplier 0.1": "--target-epsilon 3.0: not even one step",
     "TARGET SHUFFLED --noise-multiplier 0.1": "--target-epsilon 3.0: not even one epoch",

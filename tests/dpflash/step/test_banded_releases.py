@@ -520,11 +520,11 @@ def test_auto_leaves_no_part_smaller_than_a_batch_where_a_rate_is_declared():
         ({"method": "make_private", "noise_multiplier": 1.0}, "make_private, which does not know"),
         ({"sampling": "cyclic_poisson"}, "sampling='cyclic_poisson' with .*; leave sampling out"),
         ({"poisson_sampling": False}, "sampling='shuffled' with .*; leave sampling out"),
-        ({"max_batch_size": 9}, "max_batch_size=9 with .*; leave max_batch_size out"),
+        ({"max_batch_size": 9}, "max_batch_size=9 with .*; leave max_batch_size or"),
         ({"foreign_batches": True}, "foreign_batches=True with .*; leave foreign_batches or"),
         (
             {"unit_of": [0] * 60, "examples_per_unit": 2, "unit_sampling": "example"},
-            "unit_sampling='example' with .*; leave unit_sampling out",
+            "unit_sampling='example' with .*; leave unit_sampling or",
         ),
     ],
 )
