@@ -440,9 +440,9 @@ class Accountant(ABC):
                 Opacus' accountant for the same mechanism.
 
         Raises:
-            ValueError: the state is empty, lacks a key, names another mechanism, has a malformed
-                history, or lacks releases of the engine that this accountant belongs to. The
-                current history is unchanged then.
+            ValueError: the state is empty or incomplete, names another mechanism, has a malformed
+                history, or does not contain all releases of the engine that this accountant
+                belongs to. The current history is unchanged then.
         """
         self._require_no_ledger()
         if not state_dict:

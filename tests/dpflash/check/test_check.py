@@ -836,6 +836,18 @@ def test_class_weights_of_a_loss_are_compared_in_float64():
     assert report.ok and not any("float64" in entry for entry in report.not_checked)
 
 
+def test_state_in_float32_that_a_loss_writes_in_place_is_found_in_float64():
+    state = torch.zeros(CLASSES)
+
+    def shifted(model, batch):
+        logits = model(batch[0])
+        losses = F.cross_entropy(logits + state, batch[1], reduction="none")
+        F.batch_norm(logits.detach(), state, torch.ones(CLASSES), training=True)
+        return losses
+
+    assert not check(around(), vectors(), shifted).ok
+
+
 def test_a_check_without_a_batch_says_how_it_is_called():
     with pytest.raises(TypeError, match=r"engine\.check\(model, batch, loss_fn, .*'loss_fn'"):
         dpflash.PrivacyEngine().check(around(), per_sample)

@@ -342,19 +342,23 @@ def test_a_loop_of_ones_own_writes_the_card_of_its_model(tmp_path):
     saved.mkdir()
     with pytest.raises(ValueError, match="has made no model private"):
         engine.save_model_card(saved, delta=1e-3)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
-    model[1].requires_grad_(False)
-    model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model[0].parameters(), 0.1),
-        data_loader=DataLoader(TensorDataset(torch.randn(20, 3)), batch_size=5),
-        noise_multiplier=2.0,
-        max_grad_norm=1.0,
-    )
-    for (x,) in loader:
-        engine.backward(model(x).square().mean(1))
-        optimizer.step()
-    model = engine.detach(model)
+
+    def trained(noise_multiplier):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+        model[1].requires_grad_(False)
+        model, optimizer, loader = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model[0].parameters(), 0.1),
+            data_loader=DataLoader(TensorDataset(torch.randn(20, 3)), batch_size=5),
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=1.0,
+        )
+        for (x,) in loader:
+            engine.backward(model(x).square().mean(1))
+            optimizer.step()
+        return engine.detach(model)
+
+    model = trained(2.0)
     save_file(model.state_dict(), saved / "model.safetensors")
     path = engine.save_model_card(saved, delta=1e-3, description="A tiny model.", base="a/base")
     card, report = path.read_text(), json.loads((saved / "report.json").read_text())
@@ -366,6 +370,10 @@ def test_a_loop_of_ones_own_writes_the_card_of_its_model(tmp_path):
     assert report["ledger_head"] == engine.ledger_head and report["config"]["model"] == "base"
     with pytest.raises(FileNotFoundError, match="save the model there first"):
         engine.save_model_card(tmp_path / "none", delta=1e-3)
+    trained(0.0)  # the run before it does not make this one private
+    card = engine.save_model_card(saved, delta=1e-3).read_text()
+    assert "**This model is not private:** it was trained without noise." in card
+    assert re.search(r"^\| run .*, this run \| 4 \| .* \| none \|$", card, re.M)
 
 
 def test_no_card_is_written_for_a_model_that_is_not_for_release(tmp_path):
