@@ -79,6 +79,16 @@ class Ranks:
         """Whether this is global rank 0, which writes the ledger."""
         return collectives.rank_in(self.everyone) == 0
 
+    def data_may_carry(self, device: torch.device) -> bool:
+        """Return whether exchanges over `data` on a device can send what `agree` would send.
+
+        This is the case if `data` holds all ranks, and no rank waits for a GPU.
+        """
+        if self.everyone is None or self.data is None:
+            return False
+        is_whole = collectives.ranks_of(self.data) == collectives.ranks_of(self.everyone)
+        return is_whole and device == collectives.control_device(self.everyone)
+
     def agree(
         self, operation: str, values: Mapping[str, object], extra: Sequence[int] = ()
     ) -> list[list[int]]:
@@ -89,10 +99,22 @@ class Ranks:
         """Return rank 0's value on all ranks."""
         return collectives.broadcast_from_first(value, self.everyone, operation)
 
-    def run_on_first(self, operation: str, action: Callable[[], bytes]) -> bytes:
+    def run_on_first(
+        self,
+        operation: str,
+        action: Callable[[], bytes],
+        carry: Callable[[bool], bool] | None = None,
+    ) -> bytes:
         """Run an action on rank 0 and return its result, or raise its error, on all ranks.
 
         The other ranks raise RankError, or PrivateRefusal if the action raised one.
+
+        Args:
+            operation: the name of the exchange in messages.
+            action: a function without collectives; its result is sent to all ranks.
+            carry: an exchange that is due anyway. It gets whether rank 0 failed, and returns on
+                all ranks whether rank 0 failed; if not, nothing else is sent. Only for an action
+                that returns b"".
         """
         if self.everyone is None:
             return action()
@@ -103,6 +125,8 @@ class Ranks:
             except Exception as error:
                 failure = error
                 outcome = _described(error).encode()
+        if carry is not None and not carry(failure is not None):
+            return b""
         outcome = self.broadcast_from_first(outcome, operation)
         if failure is not None:
             raise failure

@@ -264,8 +264,7 @@ class Spending:
     def _known(self, event: Event) -> _Remaining | None:
         """Return the event's remaining steps if they were computed at the accountant's state."""
         left = self._remaining
-        is_known = left is not None and (left.event, left.state) == (event, self._state())
-        return left if is_known else None
+        return left if left and (left.event, left.state) == (event, self._state()) else None
 
     def _check_unit(self, unit: str) -> None:
         """Raise if the releases so far have another privacy unit: no epsilon covers both."""

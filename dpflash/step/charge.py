@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ..privacy.keys import RunKeys
     from ..privacy.spending import Spending
     from ..sampling.plan import SamplingPlan
+    from .admission import Order
 
 
 class Charge:
@@ -97,33 +99,32 @@ class Charge:
         self._spending.admit(event)
         return event
 
-    def pay(
-        self, event: Event | None, noise_multiplier: float, *, bound: float, is_foreign: bool
-    ) -> int:
-        """Charge a release that was admitted, and return its number."""
+    def pay(self, order: Order, carry: Callable[[bool], bool] | None) -> int:
+        """Charge a release that was admitted, and return its number.
+
+        Rank 0, which writes the ledger, charges first, then the other ranks. `carry` is an
+        exchange that may tell the other ranks, see `Ranks.run_on_first`.
+        """
+        event, noise_multiplier, bound, is_foreign, _ = order
+        keys = self._keys
         if self._spending.ledger is None and noise_multiplier > 0:
-            self._keys.claim(self.releases)
-        self._charge_on_all_ranks(event, bound=bound, is_foreign=is_foreign)
+            keys.claim(self.releases)
+
+        def charge() -> bytes:
+            self._spending.charge(
+                event, run=keys.run, branch=keys.branch, bound=bound, is_foreign=is_foreign
+            )
+            return b""
+
+        self._ranks.run_on_first("the payment of a release", charge, carry)
+        if not self._ranks.is_first:
+            charge()
         if not is_foreign and event is not None:
             self._paid = (self._tracker.epochs, noise_multiplier)
         self._events += event is not None
         number = self.releases
         self.releases += 1
         return number
-
-    def _charge_on_all_ranks(self, event: Event | None, *, bound: float, is_foreign: bool) -> None:
-        """Charge a release on rank 0, which writes the ledger, and then on the other ranks."""
-
-        def charge() -> bytes:
-            keys = self._keys
-            self._spending.charge(
-                event, run=keys.run, branch=keys.branch, bound=bound, is_foreign=is_foreign
-            )
-            return b""
-
-        self._ranks.run_on_first("the payment of a release", charge)
-        if not self._ranks.is_first:
-            charge()
 
     def _next_event(
         self, noise_multiplier: float, *, new_epoch: bool = False, draw: int | None = None

@@ -164,9 +164,7 @@ class PrivateStep(OpenBatch):
             raise
         if clipper is not None and order.wants_trials:
             clipper.try_next()
-        number = self.charge.pay(
-            order.event, order.noise_multiplier, bound=order.bound, is_foreign=order.is_foreign
-        )
+        number = self.charge.pay(order, self.sums.carrier(self.parameters))
         place = self.charge.block.begin(order.bound, order.noise_multiplier)
         self.tracker.charged()
         return self._kind_of_noise.begin(number, place, order.bound, order.noise_multiplier)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,6 +62,8 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         self.exact = exact
         self.rounded: set[str] = set()
         self._ids = {parameter: number for number, parameter in enumerate(self.trained)}
+        # Reduced as if it were the sum of a parameter, see `carrier`.
+        self._has_failed = nn.Parameter(torch.empty(0))
         self.clear()
 
     def begin(self, bound: float) -> None:
@@ -78,14 +80,14 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         self._sums: dict[nn.Parameter, Tensor | _OneSample] = {}
         self._waiting: dict[nn.Parameter, Tensor] = {}
         self._attempt = 0
+        self._reduced: dict[nn.Parameter, Tensor] = {}
         self.bound = math.nan
 
     def __getitem__(self, parameter: nn.Parameter) -> Tensor:
         held = self._sums[parameter]
         if isinstance(held, Tensor):
             return held
-        (total,) = clip_reduce_all([held.grad], held.factors, grid=self.grid)
-        return total
+        return clip_reduce_all([held.grad], held.factors, grid=self.grid)[0]
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return iter(self._sums)
@@ -110,9 +112,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
     @property
     def grid(self) -> float | None:
         """The number of which exact sums are multiples, or None if sums are rounded."""
-        if not self.exact or not math.isfinite(self.bound):
-            return None
-        return grid_of(self.bound)
+        return grid_of(self.bound) if self.exact and math.isfinite(self.bound) else None
 
     def refuse_inexact(self, rows: int) -> None:
         """Refuse a microbatch whose sums float64 might not hold exactly.
@@ -184,9 +184,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             is_exact: whether the sums are multiples of the grid, if there is a grid.
         """
         for parameter, total in zip(parameters, totals, strict=True):
-            if not is_exact:
-                self.rounded.add(self.names[parameter])
-            self._note_rounding(parameter)
+            self._note_rounding(parameter, is_exact=is_exact)
             self._add(parameter, total)
 
     def add_zero(self, parameter: nn.Parameter) -> None:
@@ -212,6 +210,25 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         self._sums.update(zip(parameters, totals, strict=True))
         self._narrow(parameters)
 
+    def carrier(self, parameters: Sequence[nn.Parameter]) -> Callable[[bool], bool] | None:
+        """Return a function that tells all ranks whether rank 0 failed, as it reduces sums.
+
+        The function reduces the first bundle of parameters for `with_noise`. Returns None if the
+        exchange of this bundle does not reach all ranks.
+        """
+        if self.is_sharded or not self.ranks.data_may_carry(parameters[0].device):
+            return None
+
+        def carry(failed: bool) -> bool:
+            sums = {p: self._wide(p) for p in next(self.slices.bundled(parameters))}
+            # One element for each rank.
+            flag = torch.full((self.ranks.data_size,), failed, dtype=torch.float64)
+            sums[self._has_failed] = flag.to(parameters[0].device)
+            self._reduced = self.slices.reduced(sums, None)
+            return bool(self._reduced.pop(self._has_failed))
+
+        return carry
+
     def with_noise(
         self, parameters: Sequence[nn.Parameter], noise: BatchNoise, divisor: float
     ) -> Iterator[tuple[list[nn.Parameter], list[Tensor]]]:
@@ -226,19 +243,18 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             self.ranks.agree("an interrupted release", {"attempt": self._attempt})
         bundles = [list(parameters)] if self.is_alone else self.slices.bundled(parameters)
         for number, theirs in enumerate(bundles):
-            # Ranks have agreed on the release before the first bundle.
-            names = [self._ids[p] for p in theirs] if number else None
-            yield theirs, self.slices.released(self._noisy_means(theirs, names, noise, divisor))
+            yield theirs, self.slices.released(self._noisy_means(theirs, number, noise, divisor))
 
     def _noisy_means(
-        self,
-        parameters: Sequence[nn.Parameter],
-        names: Sequence[int] | None,
-        noise: BatchNoise,
-        divisor: float,
+        self, parameters: Sequence[nn.Parameter], number: int, noise: BatchNoise, divisor: float
     ) -> dict[nn.Parameter, Tensor]:
-        """Return the elements of the release that this rank owns."""
-        totals = self.slices.reduced({p: self._wide(p) for p in parameters}, names)
+        """Return this rank's elements of bundle `number` of the release."""
+        totals, self._reduced = self._reduced, {}
+        # Noise is added in place: a release that is made again reduces its sums again.
+        if not totals or self._attempt > 1:
+            # Ranks have agreed on the release before the first bundle.
+            names = [self._ids[p] for p in parameters] if number else None
+            totals = self.slices.reduced({p: self._wide(p) for p in parameters}, names)
         for parameter, total in totals.items():
             held = self._sums.get(parameter)
             # If the release is interrupted, it is made again from the sums without noise.
@@ -268,8 +284,8 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         self._sums[parameter] = held
         return held if self.grid is not None and held.dtype == torch.float64 else None
 
-    def _note_rounding(self, parameter: nn.Parameter) -> None:
-        if self.grid is None:
+    def _note_rounding(self, parameter: nn.Parameter, *, is_exact: bool = True) -> None:
+        if self.grid is None or not is_exact:
             self.rounded.add(self.names[parameter])
 
     def _add(self, parameter: nn.Parameter, total: Tensor) -> None:
@@ -283,9 +299,8 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 
     def _narrow(self, parameters: Sequence[nn.Parameter]) -> None:
         """Convert sums that contain their noise to the dtypes of their release."""
-        totals = [self[p] for p in parameters]
-        dtypes = [wide_dtype(p) for p in parameters]
-        self._sums.update(zip(parameters, in_dtypes(totals, dtypes), strict=True))
+        totals = in_dtypes([self[p] for p in parameters], [wide_dtype(p) for p in parameters])
+        self._sums.update(zip(parameters, totals, strict=True))
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:

@@ -131,8 +131,7 @@ class Turns:
         """Set `.grad` to gradients of public data alone; nothing is released or charged."""
         step = self._step
         step.gradients.drop()
-        gradients = self._public_gradients("public data alone", optimizer)
-        for parameter, grad in gradients.items():
+        for parameter, grad in self._public_gradients("public data alone", optimizer).items():
             parameter.grad = grad
         step.public.drop()
         step.parameters_change()

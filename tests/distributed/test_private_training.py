@@ -309,7 +309,7 @@ def test_public_steps_that_do_not_fit_together_are_refused_on_all_ranks(started,
 @pytest.mark.parametrize(
     ("context", "wrapper", "calls"),
     [
-        pytest.param(1, "plain", (5, 5), id="data"),
+        pytest.param(1, "plain", (4, 4), id="data"),
         pytest.param(1, "fsdp", (11, 11), id="fsdp"),
         # The last tokens attend to the first, whose keys travel twice and gradients once.
         pytest.param(2, "plain", (18, 14), id="context"),

@@ -34,7 +34,8 @@ class Threads:
         }
         for name, function in replaced.items():
             monkeypatch.setattr(slices, name, function)
-        monkeypatch.setattr("dpflash.distributed.collectives.rank_in", self._rank_in)
+        for name in ("rank_in", "world_size"):
+            monkeypatch.setattr(f"dpflash.distributed.collectives.{name}", replaced[name])
 
     def run(self, function):
         data, context = self.shape
@@ -179,6 +180,34 @@ def test_a_sample_alone_over_a_context_is_clipped_at_the_release(monkeypatch, ex
     for one, again in Threads(monkeypatch, 1, 2).run(released):
         assert torch.equal(one, again)
         torch.testing.assert_close(one, total.float(), rtol=0, atol=0 if exact else 1e-6)
+
+
+def test_sums_that_carried_a_charge_are_released_once(monkeypatch):
+    trained = parameters()
+    monkeypatch.setattr(Ranks, "agree", lambda *args: None)
+    monkeypatch.setattr(Ranks, "data_may_carry", lambda *args: True)
+
+    def released(ranks, rank):
+        ranks = replace(ranks, everyone=ranks.data)
+        sums = ClippedSums(trained, names=dict.fromkeys(trained, ""), ranks=ranks)
+        sums.begin(1.0)
+        sums.add(trained, [torch.full(p.shape, rank + 1.0).double() for p in trained])
+        assert sums.carrier(trained)(rank == 0)
+        assert not sums.carrier(trained)(False)
+        return [one_release(sums) for _ in range(2)]
+
+    def one_release(sums):
+        ids = {p: number for number, p in enumerate(trained)}
+        noise = BatchNoise(1.5, 1.0, key=bytes(32), step=0, parameter_ids=ids)
+        ((_, means),) = sums.with_noise(trained, noise, 1.0)
+        return torch.cat([mean.flatten() for mean in means])
+
+    alone = ClippedSums(trained, names=dict.fromkeys(trained, ""))
+    alone.begin(1.0)
+    alone.add(trained, [torch.full(p.shape, 1.0 + 2.0 + 3.0).double() for p in trained])
+    wanted = one_release(alone)
+    for first, again in Threads(monkeypatch, 3, 1).run(released):
+        assert torch.equal(first, wanted) and torch.equal(again, wanted)
 
 
 def test_ranks_that_send_other_gradients_are_refused(monkeypatch):
