@@ -104,7 +104,9 @@ def refuse_keywords_of(
     if name in _REFUSED:
         given = f"{name!r} (={value!r})" if isinstance(value, bool) else repr(name)
         raise TypeError(f"{method.__name__} has no argument {given}: {_REFUSED[name]}")
-    hint = did_you_mean(name, known_keywords(method), always=True)
+    # make_private_with_epsilon refuses noise_multiplier, and says what to pass.
+    known = {*known_keywords(method), "noise_multiplier"}
+    hint = did_you_mean(name, sorted(known), always=True)
     raise TypeError(f"{method.__name__} got an unknown argument {name!r}{hint}")
 
 

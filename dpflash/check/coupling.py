@@ -31,7 +31,7 @@ _BOUNDARY = (
     "loss_reduction='sum'"
 )
 _UNVARIED = (
-    "samples of unequal lengths: found no integer targets that could be ignored, so a loss "
+    "samples of unequal lengths: integer targets could not be ignored, so a loss "
     "divided by the batch's tokens is found only if the samples of the batch have unequal lengths"
 )
 _WHICH = "whether the scalar is a mean or a sum: the model is random, or takes no sample alone"

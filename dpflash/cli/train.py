@@ -447,10 +447,11 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
         ),
     ]
     width = max(len(label) for label, _ in rows)
+    evaluate = f"evaluate {folder} --data FILE --label-field {job.config.label_field}"
     return [
         *(f"{label:<{width}}  {value}" for label, value in rows),
         *(f"note: {note}" for note in report["notes"]),
-        f"next: dpflash {f'generate {folder} --prompt TEXT' if is_lm else f'evaluate {folder}'}, "
+        f"next: dpflash {f'generate {folder} --prompt TEXT' if is_lm else evaluate}, "
         f"or dpflash export {folder} --out DIR",
     ]
 

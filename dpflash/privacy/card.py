@@ -38,8 +38,8 @@ _NOT_COVERED = (
     "Data that the model was evaluated on; it did not train the model.",
     "People with records in several {unit}s, or in those of other people: the guarantee is for "
     "one {unit}, and weaker for these people.",
-    "The length of the longest {unit}, unless it was declared (`public_length`, `PadTo`, or "
-    "`--dataset-size` of dpflash train).",
+    "The length of the longest text or sequence, unless all have one length or a length was "
+    "declared (`public_length`, `PadTo`, or `--dataset-size` of dpflash train).",
 )
 _OF_BASE = (
     "The earlier training data of the base model, except in runs that the table of runs lists."

@@ -235,8 +235,11 @@ class TextModel:
                 max_new_tokens=max_new_tokens,
                 **options,
             )
-        added: str = tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True)
-        return prompt + added
+        whole: str = tokenizer.decode(made[0], skip_special_tokens=True)
+        before: str = tokenizer.decode(made[0, : len(ids)], skip_special_tokens=True)
+        if whole.startswith(before):  # decoding the new tokens alone drops a space before them
+            return prompt + whole[len(before) :]
+        return prompt + str(tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True))
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None) -> int:

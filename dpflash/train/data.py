@@ -142,12 +142,13 @@ class ByteDocuments(Sequence[bytes]):
             wanted = "any suffix" if suffixes is None else f"suffixes {sorted(suffixes)}"
             names_unit = unit.startswith(_FIELD)
             kind = "JSONL" if _are_records(unit) else "text"
+            noun = "record" if names_unit else unit
             raise PrivateRefusal(
-                f"{path}: no usable {unit} of {wanted}; pass a folder with {kind} files or other "
-                f"suffixes. Each line of a JSONL file must be an object with a string in field "
-                f"{field!r} (--field)"
+                f"{path}: no usable {noun} in files of {wanted}. A line of a JSONL file must be "
+                f"an object with a string in field {field!r} (--field)"
                 + (f", one of the labels in {label_field!r} (--label-field)" * bool(labels))
-                + (f", and a string or a number in that of unit={unit!r}" if names_unit else ""),
+                + (f", and a string or a number in that of unit={unit!r}" if names_unit else "")
+                + f"; or pass a folder with {kind} files, or other suffixes",
                 left_out=documents.left_out or "none",
             ) from None
         return documents

@@ -80,6 +80,7 @@ def test_a_classifier_is_trained_evaluated_exported_and_loaded(
     assert left_out in shown and re.search(r"\d records? of \d+ other patient_ids? held", shown)
     assert re.search(r"texts of 12 tokens .*, Adam with learning rate 0.02\n", shown)
     assert "held-out accuracy after private training" in shown and "texts per second" in shown
+    assert f"next: dpflash evaluate {run} --data FILE --label-field label, or" in shown
     assert not (run / "model" / "README.md").exists()  # PEFT's template
     report = json.loads((run / "report.json").read_text())
     assert report["accuracy_after"] == 1 and report["bits_per_text_after"] < 0.1

@@ -1,6 +1,7 @@
 """`dpflash train --model`: a causal language model of transformers, from folder to release."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -319,6 +320,19 @@ def test_temperature_0_takes_the_likeliest_token_whatever_the_model_s_own_settin
     (other / "generation_config.json").write_text(json.dumps(settings))
     given = {"prompt": "note", "max_new_tokens": 12, "temperature": 0.0}
     assert TextModel(other).generate(**given) == TextModel(llama).generate(**given)
+
+
+def test_the_space_between_prompt_and_continuation_is_kept(llama, tmp_path):
+    shutil.copytree(llama, tmp_path / "words")
+    words = {"<s>": 0, "</s>": 1} | {f"\u2581w{number}": number for number in range(2, 258)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="</s>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(tmp_path / "words")
+    text = TextModel(tmp_path / "words").generate("w7 w8", max_new_tokens=3, seed=0)
+    assert re.fullmatch(r"w7 w8( w\d+){1,3}", text), text
 
 
 def test_bits_per_byte_need_a_prediction_of_every_byte(llama, tmp_path):

@@ -54,7 +54,7 @@ def test_suffixes_choose_the_files(write):
     assert ByteDocuments.read(root, suffixes=(".py", ".md")).paths == ("a.py", "c.md")
     with pytest.raises(ValueError, match=r"pass \('\.py',\)"):
         ByteDocuments.read(root, suffixes=".py")
-    with pytest.raises(PrivateRefusal, match=r"no usable file of suffixes \['\.rs'\]"):
+    with pytest.raises(PrivateRefusal, match=r"no usable file in files of suffixes \['\.rs'\]"):
         ByteDocuments.read(root, suffixes=(".rs",))
 
 
@@ -118,7 +118,7 @@ def test_folders_without_documents_are_refused_by_path(write):
         ByteDocuments.read(root / "pipe")
     (root / "pipe").unlink()
     (root / "file").write_bytes(b"")
-    with pytest.raises(PrivateRefusal, match="no usable file of any suffix"):
+    with pytest.raises(PrivateRefusal, match="no usable file in files of any suffix"):
         ByteDocuments.read(root)
 
 
@@ -300,7 +300,7 @@ def test_a_line_that_is_no_record_is_left_out_and_counted(write, line, why):
         documents = ByteDocuments.read(write(a_DOT_jsonl=lines), unit="field:user")
         assert list(documents) == [b"one"] and documents.left_out == f"1 {why}"
     with pytest.raises(
-        PrivateRefusal, match=r"no usable field:user .*'text' \(--field\), and"
+        PrivateRefusal, match=r"no usable record in .*'text' \(--field\), and"
     ) as raised:
         ByteDocuments.read(write(a_DOT_jsonl=line), unit="field:user")
     assert "plain" not in str(raised.value) and raised.value.details["left_out"] == f"1 {why}"
