@@ -26,7 +26,7 @@ _LOOK_UP = nn.Embedding.forward
 
 
 def inside(indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Replace indices outside of a table by 0; return (indices, whether each was outside).
+    """Return (indices with 0 for those outside of a table, whether each was outside).
 
     Does not wait for the device.
     """
@@ -94,7 +94,7 @@ class Tables(TorchFunctionMode):
     """In this context, indices outside of a table raise no error.
 
     Args:
-        forward: forward of a private model, see `nan_outside`. With None, row 0 is looked up.
+        forward: forward of a private model, see `nan_outside`. If None, row 0 is looked up.
     """
 
     def __init__(self, forward: PrivateForward | None = None) -> None:
@@ -136,7 +136,7 @@ class FrozenTable(PrivateModule):
 
 
 class PrivateEmbedding(PrivateModule):
-    """Rows of a table at indices [B, ...], or at positions [1, T] or [T] that samples share."""
+    """Rows of a table at indices [B, ...], or at positions [1, T] or [T] for all samples."""
 
     takes_units = True
     padding_idx: int | None
@@ -182,7 +182,7 @@ class PrivateEmbedding(PrivateModule):
         length = indices.shape[0]
         known = context.backward.forward.known_batch_size()
         if known is not None and length != known:
-            # Length 1 does not show positions: the index may be that of a single sample.
+            # Indices [1] are not known to be positions: they may be the index of a single sample.
             if length > 1 and not torch.compiler.is_compiling():
                 context.note_positions()
             return indices.unsqueeze(0)

@@ -50,7 +50,7 @@ class Routing:
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int, batch_size: int, units: Units | None) -> Routing:
-        """Return the routing of tokens in order, given their experts `chosen` `[tokens, K]`."""
+        """Return the routing of a batch's tokens to their experts `chosen`, `[tokens, K]`."""
         tokens, per_token = chosen.shape
         if units is None:
             sample = torch.arange(batch_size).repeat_interleave(tokens // max(1, batch_size))
@@ -130,7 +130,7 @@ class ExpertsUse:
         grads = self._x.new_zeros(shape, dtype=dtype)
         segments = self._routing.segments
         if (last - first, highest - lowest) == (1, 1):
-            # A single tile is found without a search through the segments of all samples.
+            # Find a single tile without a search through the segments of all samples.
             pair = (first, lowest)
             segments = (self._at[pair],) if pair in self._at else ()
         for sample, expert, start, end in segments:
@@ -192,7 +192,7 @@ class _Projection(torch.autograd.Function):
 class PrivateExperts(PrivateModule):
     """Experts for hidden states `[B T, I]`, which a router chooses; see `is_experts`.
 
-    Frozen experts run segment by segment, too, so that no sample's rounding depends on others.
+    Frozen experts also run by segments, so that a sample's rounding depends on its own tokens.
     """
 
     takes_documents = True
@@ -286,7 +286,7 @@ def check_routing(name: str, module: nn.Module) -> None:
 
 
 def refuse_router_losses(name: str, config: object) -> None:
-    """Refuse a configuration, or arguments of a call, that add a loss of the router."""
+    """Refuse a configuration (or arguments of a call) that adds a loss of the router."""
     asked = "output_router_logits"
     given = config.get(asked) if isinstance(config, dict) else getattr(config, asked, None)
     if given is True:

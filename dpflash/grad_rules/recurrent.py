@@ -102,8 +102,8 @@ def _run(
 ) -> tuple[Tensor, ...]:
     """Run the forward of one layer in one direction by torch's operator.
 
-    Padding runs through the layer, too: in torch's operator for packed sequences, a sample's bits
-    would depend on the number of other samples that reach the same step.
+    Padding runs through the layer, too. With torch's operator for packed sequences, a sample's
+    bits would depend on how many other samples have as many steps.
     """
     forward, has_bias = CELLS[mode][0], weights.bias_ih is not None
     states = [h.unsqueeze(0).contiguous() for h in (h0, c0) if h is not None]
@@ -252,7 +252,8 @@ class PrivateRecurrent(PrivateModule):
         context = self._dpflash
         if isinstance(given, PackedSequence):
             if given.sorted_indices is None:
-                # The test of the first batch misses this if the batch happens to be sorted.
+                # Raise, since the isolation test detects nothing in a batch that happens to be
+                # sorted.
                 raise ValueError(
                     f"input of module '{context.name}' ({self.mode}) is packed with "
                     "enforce_sorted=True, so the model orders samples by their lengths, and "

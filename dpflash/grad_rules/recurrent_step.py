@@ -14,8 +14,8 @@ from .recurrent import recurrence, refuse_compiler
 class PrivateRecurrentCell(PrivateModule):
     """One step of an LSTM, GRU or plain RNN for x [B, I] and states [B, H].
 
-    Each call counts as a separate operation on the parameters. If a loop does not need single
-    steps, the layer for whole sequences is faster.
+    Each call counts as a separate operation on the parameters, so the layer for whole sequences
+    (such as nn.LSTM) is faster if a model does not need single steps.
     """
 
     hidden_size: int

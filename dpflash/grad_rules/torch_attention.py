@@ -25,8 +25,8 @@ from .batch_second import samples_first
 class _Projections(torch.autograd.Function):
     """y_s = x_s W_s^T + b_s for sources x_s [B, T_s, I], where each W_s is some rows of one W.
 
-    W has one linear operation, on the tokens of all sources together. A token's output gradient is
-    zero in the rows of W of the other sources.
+    W has one linear operation on the tokens of all sources together. The output gradient of a
+    token of source s is zero in the rows of W that belong to other sources.
     """
 
     @staticmethod
@@ -180,7 +180,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
     def _project(
         self, handles: Handles, name: str, sources: list[Tensor], rows: list[int], start: int = 0
     ) -> tuple[Tensor, ...]:
-        """Project each source by its rows of one weight (`rows`) and biases from `start` on."""
+        """Project each source by its `rows` of weight `name`, and biases from `start` on."""
         weight, bias = self._parameters[name], self._parameters["in_proj_bias"]
         assert weight is not None
         outputs, inputs = weight.shape
@@ -273,7 +273,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
 class PrivateTransformerEncoder(PrivateModule):
     """`torch.nn.TransformerEncoder` that creates nested tensors only without gradients.
 
-    Plain torch checks the first layer alone: if it is frozen, later layers get nested tensors.
+    Plain torch looks at the first layer only: if it is frozen, later layers get nested tensors.
     """
 
     @property

@@ -31,13 +31,13 @@ _FIRST = 7
 _REPEATS = 8
 _IMMUTABLE = {int, float, bool, str, bytes, NoneType}
 _FAILED: Any = object()
-# Of longer lists only the set of the elements' types is compared, not the order of elements.
+# Lists up to this length are compared by element; longer ones by the set of element types.
 _FIELDS = 16
-# Objects nested more deeply are distinguished by their types alone.
+# Objects at a deeper level of nesting are compared by type alone.
 _DEPTH = 6
 _STORAGE = ("dtype", "layout", "device", "requires_grad")
-# Number of first batches of a DataLoader worker that get versions without longer entries too;
-# the second number is the largest number of such versions of one batch.
+# A DataLoader worker also makes versions without the longer entries (`Shorter`) of its first
+# `_SHORTENED` batches, and at most `_VARIANTS` versions of each batch.
 _SHORTENED = 32
 _VARIANTS = 3
 # Smallest number of samples at which `BadShare` decides.
@@ -178,12 +178,12 @@ class FittingCollate:
     entry fits if the collate function can make a batch from it, alone and together with the model
     entry, and the batch has the same fields and dtypes (and shapes, if the length is public) as a
     batch of the model entry. Numbers of narrower dtypes, such as integers among fractions, are
-    converted. So neither the decision whether an entry fits, nor its row, depends on the other
-    entries of its batch. A batch is used unchanged only if entries with the same types and dtypes
-    were found to fit unchanged, since an entry with an additional field could go unnoticed among
-    others. Adding one entry to the dataset may leave no model entry, but never changes the fields
-    of the model entry. If a dataset reads several entries at once, entries are compared in the
-    form that they have when read together.
+    converted. So neither the decision whether an entry fits, nor the entry's row, depends on the
+    other entries of the batch. Among other entries, an additional field of one entry could go
+    unnoticed. So a batch is collated without a test only if each entry has the types and dtypes of
+    an entry that was tested and fits unchanged. Adding one entry to the dataset may leave no model
+    entry, but never changes the fields of the model entry. If a dataset reads several entries at
+    once, entries are compared in the form that they have when read together.
 
     A dataset may change the form of all its entries, for example in a curriculum of lengths. If an
     entry does not fit, the model entry is read again; if the model entry no longer fits, the form
@@ -320,7 +320,7 @@ class FittingCollate:
         return self._left >= 0
 
     def _kept_rows(self, alone: list[Any]) -> list[list[bool]]:
-        """Return lists of rows to keep: one for each length that differs between entries."""
+        """Return the rows that each shorter version keeps; one version per length that differs."""
         if any(batch is _FAILED for batch in alone):
             return []
         shapes = [{n: x.shape for n, x in _numbers_of(batch)} for batch in alone]
@@ -431,7 +431,7 @@ class FittingCollate:
         return _Form(index, self.dataset[index] if by_index else item, two, three)
 
     def _is_common(self, form: _Form, items: list[Any]) -> bool:
-        """Return whether so many items fit that one more entry could not make another form win."""
+        """Return whether the items that fit, less one, are at least half of all items."""
         by_index = self.dataset.reads_together
         count = sum(self._fits(x, form, by_index=by_index, adopts=False) for x in items)
         return len(items) == 1 or 2 * (count - 1) >= len(items)
@@ -629,15 +629,15 @@ def _longest_in_each(lengths: Sequence[int], each: int) -> list[int]:
 
 
 def _stable(batch: Any, again: Any) -> set[str]:
-    """Return the places whose values have the same bits in two batches of the same entries."""
+    """Return the fields whose values have the same bits in two batches of the same entries."""
     others = dict(_numbers_of(again))
     return {n for n, x in _numbers_of(batch) if n in others and _is_same(x, others[n])}
 
 
 def _with_places_of(batch: Any, shorter: Any, stable: Collection[str]) -> Any | None:
-    """Return the shorter batch, with unstable values (a counter, a time) taken from the batch.
+    """Return `shorter`, with the fields that are not `stable` (a counter, a time) from `batch`.
 
-    Return None if an unstable value has another shape in the batch.
+    Return None if such a field has different shapes in the two batches.
     """
     own, new = dict(_numbers_of(batch)), {}
     for place, x in _numbers_of(shorter):

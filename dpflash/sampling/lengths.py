@@ -154,9 +154,9 @@ class Lengths:
             return f"public, {self.declared} as declared"
         if self.differ:
             return (
-                "not public, shapes differ between batches: if padding does not change a sample's "
-                "own loss, the bound holds up to the rounding of other lengths (for an exact "
-                "bound, pad with dpflash.sampling.PadTo)"
+                "not public, shapes differ between batches: if padding does not change a "
+                "sample's own loss, the bound holds up to the rounding of other lengths (for an "
+                "exact bound, pad with dpflash.sampling.PadTo)"
             )
         if self._seen is None:
             return "unknown, the private loader itself has yielded no batch yet"

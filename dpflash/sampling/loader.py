@@ -78,8 +78,8 @@ class _CollateForOthers:
     """The user's collate function for other loaders, whose batches have no padding rows.
 
     An empty logical batch becomes one padding row, a copy of entry 0. If DataLoader workers fetch
-    ahead, the row is blank, since a loop that leaves out steps could count it as a sample, see
-    `BatchTracker`.
+    ahead, this row is blank instead, since a loop that leaves out steps could count the row as a
+    sample, see `BatchTracker`.
 
     Raises:
         PrivateRefusal: an entry cannot be part of a batch, and no padding row can replace it.
@@ -334,7 +334,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
 
     @property
     def bad_entries(self) -> int:
-        """Number of samples that could not be read or collated, and of entries without a unit.
+        """Number of samples that could not be read or collated, plus entries without a unit.
 
         Padding rows have replaced these samples. PRIVATE.
         """
@@ -363,7 +363,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         draw = None if self._draws is None else self._draws.position
         if not self.tracker.may_begin(True, draw):
             if draw is not None and self.plan.bands > 1:
-                # The rest of the round belongs to a logical batch that the loop has left.
+                # The loop left a logical batch without a release: end the round of banded noise.
                 self.tracker.resume(draw, returns=self.tracker.returns)
             return
         self.tracker.abandon()
@@ -405,7 +405,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         return self._seeds.apart()
 
     def _fetched(self) -> Iterator[Collated]:
-        """Yield the fetched batches; save the generators' states unless a user's sampler runs."""
+        """Yield the fetched batches; unless shuffled, save the generators' states after each."""
         if self._draws is not None:
             self._seeds.begin()
         batches, trial, fitting = iter(self._padded), self._trial, self._fitting
@@ -434,7 +434,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def _tried(
         self, made: Collated, mark: BatchMark, epoch: int
     ) -> Iterator[tuple[Any, BatchMark]]:
-        """Yield the microbatch; before it, if due, the public example and the trials."""
+        """Yield the public example and the trials that are due, and then the microbatch."""
         trial, batch = self._trial, made.batch
         if trial is not None:
             trial.sandbox.end_microbatch()
@@ -514,7 +514,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         return places
 
     def _kept_units(self, rows: list[bool], mark: BatchMark) -> Tensor:
-        """Return `[U]`, bool: True for samples that keep all of their rows."""
+        """Return `[U]`, bool: True for samples of which `rows` keeps all rows."""
         index = torch.arange(mark.size) if mark.units is None else mark.units.index
         if len(index) != len(rows):  # `rows` has one element for each pair
             index = torch.arange(mark.size)
@@ -535,7 +535,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
                 yield given, its_mark
 
     def _without(self, bad: Sequence[int], mark: BatchMark) -> BatchMark:
-        """Count the bad entries; return the mark of the batch with padding in their place."""
+        """Count the bad entries, and return the mark in which these entries are padding."""
         left = mark.without(bad)
         count = mark.count
         self._bad_entries += count - left.count

@@ -131,7 +131,8 @@ class DrawSampler(FixedDraws, Uncopied, ABC):
     def resume(self, position: int, *, returns: int = 0, key: bytes | None = None) -> None:
         """Continue at logical batch `position`; the next epoch is the rest of that batch's epoch.
 
-        If this sampler has already drawn that logical batch, it draws another under a new key.
+        If this sampler has already drawn logical batch `position`, it draws that batch anew under
+        a new key.
 
         Args:
             position: number of the logical batch.
@@ -205,7 +206,8 @@ class PoissonBatchSampler(DrawSampler):
         else:
             included = (words < int(self.sample_rate * 2**64)).nonzero()[0]
         if cap is not None and len(included) > cap:
-            # Words below the threshold are uniform, so the smallest ones are a uniform subset.
+            # Words below the threshold are uniform: samples with the smallest are a uniform
+            # subset.
             included = included[_least(words[included], cap)]
         return [int(i) for i in included]
 

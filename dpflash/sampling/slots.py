@@ -52,10 +52,10 @@ def slots_of_draws(
 ) -> int:
     """Return the number of rows of a microbatch for Poisson sampling.
 
-    This is the largest number with at most 10% padding on average. It is a power of two or three
-    times a power of two, so that vector loops have no scalar remainder, and at least two if a rank
-    expects three samples or more. If a microbatch may hold `cap` samples, it has that many rows:
-    every logical batch is then one microbatch, with more padding.
+    This is the largest number with at most 10% padding on average. It is a power of two, or three
+    times a power of two, so that vector loops have no scalar remainder. It is at least two if a
+    rank expects three samples or more. If a microbatch may hold `cap` samples, the number is
+    `cap`: each logical batch is then one microbatch, with more padding.
 
     Args:
         num_samples: public size of the dataset.

@@ -22,10 +22,10 @@ from .entries import ReadableEntries
 
 SAMPLES = 4
 TOKENS = 16  # largest number of tokens of a sample
-# If a batch has more numbers than this, it gets at most as many samples as a batch of training.
+# A batch of more numbers than this has at most as many samples as a batch of training.
 _LARGE = 1024
-# For each sample, the number of tokens by which it is shorter than the longest. Two of the samples
-# never have as many tokens in total as the other two, which replace them.
+# For each sample, the number of tokens by which it is shorter than the longest sample. The tests
+# replace two samples by the other two, so the two pairs have different numbers of tokens.
 _SHORTER = (0, 7, 0, 2)
 # Number of first entries whose fields, dtypes and shapes are read.
 _FIRST = 7
@@ -114,7 +114,7 @@ def _first(loader: DataLoader) -> list[Any]:
         dataset,
         batch_sampler=[[*range(min(_FIRST, len(dataset)))]],
         collate_fn=list,
-        # Read in a worker if there are any, since files opened here would be open before a fork.
+        # Read in a worker if there are any: files opened here would be open in later forks.
         num_workers=min(1, loader.num_workers),
     )
     return next(iter(made))

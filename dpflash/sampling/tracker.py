@@ -169,7 +169,7 @@ class BatchTracker:
         received: number of microbatches that the loop has received, trials included. PRIVATE.
         next_draw: number of the logical batch at which a resumed run continues.
         returns: number of times that the loader was set back to an earlier logical batch.
-        emitted: sizes of this epoch's logical batches that no signalled release has used.
+        emitted: sizes of this epoch's logical batches that wait for a signalled release.
         signalled: whether another loader has signalled a release, as Opacus' BatchMemoryManager
             does, which calls step() for each microbatch.
         signalled_now: whether the current step was signalled.
@@ -206,7 +206,7 @@ class BatchTracker:
         self._seen = 0
         self._summed = 0
         self._without_grad = False
-        # Whether, in this epoch, a batch had a backward, or was left without one under no_grad.
+        # Whether a batch of this epoch had a backward / was left without a backward under no_grad.
         self._is_trained = self._is_read = False
         self._releases_before = 0  # number of releases when the epoch began
         self._still_to_come = 0
@@ -375,9 +375,9 @@ class BatchTracker:
     def real_rows(self, rows: int) -> Tensor | None:
         """Return a mask `[rows]`, True for the current microbatch's samples; None if all are.
 
-        A foreign batch with as many rows as the batch released last may be that batch again, whose
-        padding rows would count a sample twice, so the mask of that batch is used. In other
-        loaders an empty logical batch is one padding row.
+        A foreign batch with as many rows as the batch released last may be that batch again, and
+        its padding rows would count a sample twice. So the mask of the released batch is used. In
+        loaders that iterate `batch_sampler`, an empty logical batch is one padding row.
         """
         if rows == 1 and self._is_empty_draw:
             return torch.zeros(1, dtype=torch.bool)
@@ -422,7 +422,7 @@ class BatchTracker:
     def begin_microbatch(self, mark: BatchMark, epoch: int) -> None:
         """Record that the loop received a microbatch of epoch number `epoch`."""
         if epoch != self.epochs:
-            # DataLoader workers may have fetched all batches of the older epoch before this.
+            # Samplers cannot check this: workers may have fetched the older epoch's batches.
             raise RuntimeError(EARLIER_EPOCH)
         begins_draw = self.current is None or self.current.draw != mark.draw
         self._leave_batch(ends_draw=begins_draw)
@@ -435,7 +435,7 @@ class BatchTracker:
             self._batch.begin_microbatch(mark.size, mark.units, begins_draw=begins_draw)
 
     def before_rows(self) -> None:
-        """Refuse a row-by-row run if the sum has this microbatch, or lacks an earlier one."""
+        """Refuse a run by rows if the sum already has this microbatch, or lacks an earlier one."""
         if self.backward_done:
             raise PrivateRefusal(SECOND) from None
         if self.current is not None and self._summed < self.current.microbatch:
@@ -575,7 +575,7 @@ class BatchTracker:
 
     @property
     def _hides_repeats(self) -> bool:
-        """Whether repeated batches stay undetected, being fetched ahead and of equal sizes."""
+        """Whether repeated batches stay undetected: fetched ahead by workers, and of one size."""
         return self._fetched_ahead and self._equal_sizes
 
     def released(self) -> None:

@@ -111,8 +111,8 @@ class UnitGroups:
     def kept(self) -> Indices:
         """Return the entries to train on, at most `limit` of each unit, ascending.
 
-        In the dataset's order, an entry is taken if none of its units has `limit` entries yet. The
-        choice depends on the assignment of entries to units, not on the contents of the entries.
+        In the dataset's order, each entry is taken whose units all have fewer than `limit` entries
+        so far. The choice depends on the entries' units, not on the contents of the entries.
 
         Source: greedy contribution bounding of Ganesh et al. (arXiv:2503.03622).
         """
