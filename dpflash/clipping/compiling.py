@@ -1,7 +1,7 @@
 """Notices when torch.compile first traces a function in this process.
 
-A compiled model reads handles (see `Gate`) that must exist before the call. Handles cost two
-operators per parameter, so they are not made in a process that compiles nothing.
+A compiled model reads handles (see `Gate`), which must exist before the call. Creating a handle
+takes two operators per parameter, so a process that compiles nothing creates none in advance.
 """
 
 from __future__ import annotations

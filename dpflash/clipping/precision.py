@@ -54,8 +54,8 @@ def refuse_coarse_mean(found: str | None) -> None:
 def refuse_coarse_products(device_type: str) -> None:
     """Refuse to train on a CPU if torch may multiply float32 with less precision.
 
-    Torch does so if operands exceed some size. One more sample would then change how the gradient
-    of every sample, and the sums of clipped gradients, are rounded.
+    Torch uses less precision if operands exceed some size. One more sample could then change the
+    rounding of every sample's gradient and of the sums of clipped gradients.
 
     Raises:
         ValueError: a setting allows less precision.

@@ -59,9 +59,9 @@ def exchanged(
 
     Rows are the entries of tensors and arrays whose first dimension is `size`, and the elements of
     lists of length `size`. A list of `size` tensors, each with first dimension `size`, is
-    ambiguous: the tensors may be batches, or samples as long as the batch. Then no part has rows.
-    But dicts with the same keys are samples, and tensors in the outermost list are fields of the
-    batch.
+    ambiguous: the tensors may be batches, or samples as long as the batch. If a batch has such a
+    list, no part of the batch counts as rows, with two exceptions: dicts with the same keys are
+    samples, and tensors in the outermost list are fields of the batch.
 
     Args:
         batch: the batch, which is not changed.
@@ -111,7 +111,7 @@ def exchanged(
 
 
 def _chosen(x: Tensor, rows: list[int], dims: int) -> Tensor:
-    """Return rows of a tensor; its first `dims` dimensions, flattened, number the rows."""
+    """Return some rows of a tensor, numbered over its first `dims` dimensions, flattened."""
     index = torch.tensor(rows, dtype=torch.int64, device=x.device)
     if x.layout != torch.strided:
         chosen = x.detach().to_sparse_coo().index_select(0, index)
@@ -144,7 +144,7 @@ def _kinds(parts: Sequence[Any]) -> set[Any]:
 
 def _is_batch(value: Any, size: int) -> bool:
     if isinstance(value, list | tuple) and len(value) == size:
-        # The fields of a sample with `size` fields would have several types.
+        # Elements of several types are the fields of one sample with `size` fields.
         return len(_kinds(value)) == 1
     leaves = [leaf for _, leaf in leaves_of(value, kinds=(Tensor, np.ndarray, str, int))]
     return bool(leaves) and all(

@@ -35,10 +35,10 @@ class Sandbox:
     """Saves the state of model and loop, and restores it after each run of a microbatch.
 
     Values that the loop sets before the first forward (a learning rate, `model.tau`) are not
-    restored, since the loop may set them only once: the other runs of a microbatch, and the
-    microbatch itself, get the values of the first run. Numbers that the loop sets after the
-    microbatch but not after its other runs, as with `if loader.is_last`, are kept too. The loader
-    seeds the global generators with the same seed for each run.
+    restored, since the loop may set such values only once. So the later runs of a microbatch, and
+    the microbatch itself, have the values of the first run. Numbers that the loop sets only after
+    the microbatch itself (as with `if loader.is_last`) are not restored either. The loader seeds
+    the global generators with the same seed for each run.
 
     Args:
         modules: (name, module) of the model; the modules' own attributes are restored.
