@@ -15,7 +15,7 @@ _TYPES: dict[str, type] = {
     **dict.fromkeys(("C", "D", "E", "F", "P", "Q", "R", "S", "SECONDS", "T", "X"), float),
 }
 
-# A second name, by which many know the option.
+# A second name of an option, under which other tools have it.
 _ALIASES = {"--learning-rate": ("--lr",)}
 
 
@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse as argparse does, but raise for unknown arguments in a subcommand's parser too."""
+        """Parse as argparse does, but raise for unknown arguments also in a subcommand."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option = next((u.partition("=")[0] for u in unknown if u.startswith("-")), "")

@@ -209,7 +209,7 @@ def _run_train(args: argparse.Namespace) -> int:
             return _LOST
         if rank == 0 or not isinstance(error, (ValueError, OSError, PrivateRefusal)):
             raise
-        # Usually rank 0 reports the same error, and torchrun then ends this rank during the sleep.
+        # Usually rank 0 reports the same error and ends, and torchrun ends this sleeping rank.
         time.sleep(_PATIENCE)
         _print_error(rank, error)
         return _REFUSED
@@ -251,7 +251,7 @@ def _resume_command(job: Any, launch: Any) -> str:
 
 
 def _rank() -> int:
-    """Return the global rank, even if other variables of torchrun are wrong."""
+    """Return the global rank; 0 if torchrun's variable is missing or wrong."""
     is_single = os.environ.get("WORLD_SIZE", "1") == "1"
     rank = os.environ.get("RANK", "")
     return int(rank) if not is_single and rank.isascii() and rank.isdigit() else 0

@@ -74,7 +74,7 @@ def all_reduced_bytes(size: int, world_size: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class PendingExchange:
-    """A send and a receive in progress. Keeps the buffers of both alive until both are done."""
+    """A send and a receive in progress. Keeps the buffers alive until both are done."""
 
     operation: str
     group: ProcessGroup
@@ -83,7 +83,7 @@ class PendingExchange:
     sent: Sequence[Tensor] | None
 
     def wait(self) -> Sequence[Tensor] | None:
-        """Wait for both; return the received tensors, or None if no buffers were passed."""
+        """Wait for the send and the receive; return the received tensors; None without buffers."""
         with collectives.exchanging(self.operation, self.group):
             for work in self.works:
                 work.wait()
@@ -99,9 +99,9 @@ def send_and_receive(
     operation: str,
     phase: str,
 ) -> PendingExchange:
-    """Start to send contiguous tensors to one rank, and to receive into buffers from another.
+    """Start to send contiguous tensors to rank `to`, and to receive buffers from rank `source`.
 
-    If `send` is None or its tensors are empty, nothing is sent; the receiver must pass no buffers.
+    If `send` is None or has empty tensors, nothing is sent; rank `to` must pass no buffers.
     """
     operations = []
     for x in send or ():
@@ -120,7 +120,7 @@ def send_and_receive(
 
 
 def connect(group: ProcessGroup, device: torch.device) -> None:
-    """Open a group's connections, once per group, before pairwise exchanges on GPUs."""
+    """Open the connections of a group before its first pairwise exchange on GPUs."""
     if device.type == "cpu" or group in _connected:
         return
     collectives.all_reduce_(torch.zeros(1, device=device), group, "first exchange of a group")

@@ -28,7 +28,7 @@ def is_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
 
 
 def require_rows(name: str, parameter: Tensor) -> None:
-    """Raise a ValueError for a DTensor that is not ``Shard(0)`` over the last mesh dimension.
+    """Raise a ValueError for a DTensor unless it is ``Shard(0)`` over the last mesh dimension.
 
     The mesh may have one more dimension before the last, over which the DTensor is replicated.
     """

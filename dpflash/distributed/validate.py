@@ -142,7 +142,7 @@ def _check_replicas(module: DistributedDataParallel, ranks: Ranks) -> None:
 
 
 def digests_of(dataset: Any, key: bytes) -> list[str]:
-    """Return keyed digests of some entries; "" for an entry that changes between two reads."""
+    """Return keyed digests of some entries; "" for an entry that differs between two reads."""
     count = len(dataset)
     indices = {0, count - 1}
     words = uniform_words(derive_key(key, "entries to compare"), index=0, count=_COMPARED)
@@ -200,14 +200,14 @@ def synchronize_ranks(module: nn.Module, ranks: Ranks) -> None:
     for x in filter(is_sharded, tensors):
         copies = [replicating_group(x)]
         for group in (ranks.data, ranks.context):
-            # Ranks outside of the parameter's mesh hold the same rows, in meshes of their own.
+            # Ranks outside of the parameter's mesh hold copies of the same rows in other meshes.
             if set(ranks_of(group)) & set(holders(x)) == {dist.get_rank()}:
                 copies.append(group)
         for group in copies:
             if group is not None:
                 collectives.broadcast_(x.to_local(), group, operation)
     if isinstance(module, DistributedDataParallel):
-        # DDP's reducer would write zeros into `.grad`; the step adds up the clipped sums.
+        # The step sums over ranks. DDP's reducer would only write zeros into `.grad`.
         module.require_backward_grad_sync = False
 
 

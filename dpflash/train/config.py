@@ -38,9 +38,9 @@ _EXAMPLES_PER_UNIT = 4
 class TrainingConfig:
     """The configuration of a training job: the options that `dpflash train --help` explains.
 
-    None means the default that the help states. With `pack`, a document longer than a row is cut
-    into windows, and the gradients of its windows are summed before clipping. If a document has
-    more tokens than a microbatch, each step trains on one window, as long as a microbatch.
+    None means the default that the help states. With `pack`, a document that is longer than a row
+    is cut into windows, whose gradients are summed before clipping. Of a document with more tokens
+    than a microbatch, each step trains on one window, as long as a microbatch.
     """
 
     data: str | None = None
@@ -217,8 +217,8 @@ class TrainingConfig:
         if (self.label_field is None) != (self.labels is None):
             raise ValueError(
                 f"label_field={self.label_field!r} with labels={self.labels!r}: a classifier "
-                "needs the field of the label, and the names of all labels, which count as "
-                "public; pass both"
+                "needs the field of the label and the names of all labels (which count as "
+                "public); pass both"
             )
         if self.labels is None:
             return
@@ -415,7 +415,7 @@ class Corpus:
         train, held_out = documents.split(config.eval_fraction)
         if config.eval_data is not None:
             held_out = _read(config.eval_data, config, None)
-            # Removing shared documents from held_out would make it depend on the training data.
+            # From `train`, not from `held_out`, which must not depend on the training data.
             train = train.without(held_out)
             if not train:
                 raise ValueError(

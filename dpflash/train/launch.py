@@ -33,7 +33,7 @@ _OTHERS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """The rank of this process in its job; a with block destroys the process group at its end."""
+    """This process's rank in the job; as a context manager, it destroys the process group."""
 
     parallel: Parallelism = Parallelism()  # how the ranks divide the job
     rank: int = 0  # global rank, from 0
@@ -181,7 +181,7 @@ def _remedy(device: str, environment: Mapping[str, str] = os.environ) -> str:
         return "torchrun restarted while a rank that died was still registered: restart again"
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
         return "start all ranks by torchrun"
-    # Several machines, on which a host's own name often resolves to 127.0.0.1.
+    # With several machines, the cause is often a host name that resolves to 127.0.0.1.
     names = ["GLOO_SOCKET_IFNAME"] + ["NCCL_SOCKET_IFNAME"] * (device == "cuda")
     missing = " and ".join(name for name in names if name not in environment)
     interface = f"set {missing} on each machine to the" if missing else "check the"

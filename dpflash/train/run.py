@@ -45,8 +45,8 @@ from .packed import WholeDocuments, pack_of
 from .ranks import Team
 from .report import make_report, num_trained, peak_memory_mb, write_report
 
-# A single process writes its checkpoint to a file, several ranks to a folder. The names differ, so
-# that the new checkpoint is complete on disk before the old checkpoint is removed.
+# A single process writes its checkpoint to a file, several ranks write theirs to a folder. Both
+# can exist at once, so that an old one is removed only after the new one is complete on disk.
 CHECKPOINT = "checkpoint.pt"
 CHECKPOINT_FOLDER = "checkpoint"
 _REPLACED = ".replaced"
@@ -263,10 +263,9 @@ class TrainingRun:
         return job
 
     def _fitting_length(self, documents: Sequence[Tokens]) -> int:
-        """Return the tokens per window: the least of seq_len, model's limit and longest document.
+        """Return the tokens per window: seq_len, or less if a model or all documents need less.
 
-        With a declared dataset_size the documents' lengths are private, so the windows' length
-        does not depend on the documents.
+        With a declared dataset_size the documents' lengths are private, and not considered.
         """
         config = self.config
         self.shortened = "the model takes no more"
@@ -391,7 +390,7 @@ class TrainingRun:
                 for batch in self._loader:
                     before = self.step
                     self._physical_batch(batch, figures)
-                    # The loader fetches the next batch after this line, at the next iteration.
+                    # Set the step before the loader fetches the next batch, at the next iteration.
                     self._windows.set_step(self._next_draw())
                     if self.step == before:
                         continue
