@@ -39,9 +39,9 @@ _TAILS = (0.5, 0.1, 0.01, 0.001)
 _GUESS_TAILS = np.geomspace(0.4, 1e-4, 20)
 # Least number of errors in a tail that a plan may use: the rate of fewer errors is uncertain.
 _LEAST_COUNTED = 16
-# A plan made from half of this number of canaries has guesses in all but 1 of 6,000 runs.
+# With half of this number of canaries, all plans but 1 in 6,000 have guesses.
 LEAST_CANARIES = 240
-# A plan assumes that the right guesses are this many standard deviations below their mean number.
+# A plan assumes a number of right guesses that is this many standard deviations below the mean.
 _CAUTION = 2.0
 _MOST_EPSILON = 64.0
 _SPREADS = 12.0
@@ -101,7 +101,7 @@ class Plan:
         delta: float,
         confidence: float,
     ) -> Plan:
-        """Choose a plan from these scores `[N]`, for the scores of `canaries` other canaries.
+        """Choose a plan from scores `[N]` for the scores of `canaries` other canaries.
 
         If fewer than 40 of the N canaries are in the data, or out of it, the plan has no guesses.
         """
@@ -296,8 +296,8 @@ def one_run_p_value(
     if correct <= 0:
         return 1.0
     right = float(expit(epsilon))
-    # Search no larger i: W's probability is negligible below correct - far, so that a larger i
-    # would only lower the mean of the probabilities of the i values below `correct`.
+    # Do not search i above `far`. The probability of W below correct - far is negligible, so a
+    # larger i only divides the same sum of probabilities by a larger number.
     spread = math.sqrt(guesses * right * (1 - right))
     far = correct - guesses * right + _SPREADS * spread + _SPREADS
     i = np.arange(1, min(correct, max(int(far), 1)) + 1)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from ..packing import PackedBatch, PackTo
 from .releases import Run
 
-# Sizes with which some logical batches need several microbatches, and one document needs two rows.
+# Sizes with which some logical batches need several microbatches and a document needs two rows.
 _TOKENS, _ROWS, _DOCUMENTS = 24, 3, 8
 # Documents are short, so that a wrong token of a neighbor is a large part of a gradient.
 _MOST_TOKENS = 3

@@ -1,11 +1,11 @@
 """The audited run: canaries with orthogonal gradients, trained through the real engine.
 
 Each table of the model has one weight for each canary, and a canary's loss is a multiple of the
-sum of its own weights. So canary i's gradient lies in coordinates of its own, is the same at every
-step, and is longer than max_grad_norm, so that only clipping bounds it. In these coordinates a
-release is the sum of canary i's contribution, which is 0 or the bound, and noise that is
-independent of the noise in all other coordinates. So, given which canaries are in the data, the
-scores of different canaries are independent, and so are the scores of different steps.
+sum of its own weights. So canary i's gradient is nonzero only in the canary's own coordinates, is
+the same at every step, and is longer than max_grad_norm, so that only clipping bounds it. In these
+coordinates a release is the sum of canary i's contribution, which is 0 or the bound, and noise
+that is independent of the noise in other coordinates. So the scores of different canaries, and of
+different steps, are independent given which canaries are in the data.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Run:
         everyone = np.arange(canaries) if numbers is None else numbers
         self.engine, self.canaries = engine, canaries
         self.dataset = Canaries(everyone)
-        # Equal norms in both layers, so that flat and per-layer clipping leave the whole bound.
+        # Equal norms in both layers, so that flat and per-layer clipping use the whole bound.
         scale = EXCESS * privacy.bound / math.sqrt(2)
         options = {"background": True} if background else {}
         model = self._model_type(canaries, scale=scale, **options)

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import ndtri
 
-# Width of the bins in which products are counted, and their range, in standard deviations.
+# Width and range of the bins in which products are counted, in standard deviations.
 _BIN, _FARTHEST = 0.01, 12.0
 # Largest contribution that is considered, divided by the claimed contribution.
 _MOST = 8.0
-# Wanted precision: the lower confidence limit of the contribution is 8% below its estimate.
+# Wanted precision: the contribution's lower confidence limit is 8% below the estimate.
 _WANTED = 0.08
 
 

@@ -167,9 +167,9 @@ def changed_in_company(
 ) -> str | None:
     """Return an error message if a sample's loss changes in a batch with others, else None.
 
-    `alone` are batches of one sample each; `together` begins with these samples in this order.
-    `again` is `together` once more: if the losses of the two differ, losses are random, and None
-    is returned. `rounding` is the relative and absolute tolerance.
+    `alone` are batches of one sample each, and the batch `together` begins with these samples in
+    this order. `again` is a second run of `together`: if it gives other losses, losses are random,
+    and None is returned. `rounding` is the relative and absolute tolerance.
     """
     in_company = losses_of_batch(together).float()
     repeated = losses_of_batch(again).float()
@@ -215,7 +215,7 @@ def rounding_of(model: nn.Module) -> float:
 
 @contextmanager
 def tried(model: nn.Module) -> Iterator[None]:
-    """Context in which the model is in eval mode, without autograd, and accepts any token id.
+    """Context in which the model runs in eval mode, without autograd, and takes any token id.
 
     On exit the modules' attributes, submodules and training flags are restored, because BigBird,
     for example, replaces its attention layers permanently at the first short batch.

@@ -24,7 +24,7 @@ def reaches_all(pattern: Pattern, tokens: int, heads: int = 1) -> bool:
     groups, runs = side.groups.long().numpy(), side.runs.long().numpy()
     reached = np.zeros(tokens, dtype=bool)
     reached[-1] = True
-    # Most keys precede their queries, so one round that starts at the end suffices for most.
+    # Most keys precede their queries, so one round from the last group on mostly suffices.
     order = np.argsort(-(groups[:, 0] + groups[:, 1] * (groups[:, 2] - 1)))
     followed = np.zeros(len(groups), dtype=np.int64)
     before = 0

@@ -17,7 +17,7 @@ from .base import Pattern
 
 
 class OfDocuments(Pattern):
-    """Base class of patterns with documents, for sequences that end with the last document."""
+    """Base class of patterns with documents. The last document must end with the sequence."""
 
     cu_seqlens: Sequence[int]
 
@@ -130,7 +130,7 @@ class _Tables:
         self._variants = side.variants.tolist()
 
     def of(self, variant: int) -> tuple[np.ndarray, int, int]:
-        """Return the groups of a variant, and the first and end run of these groups."""
+        """Return (groups of a variant, index of their first run, index after their last run)."""
         groups = self.groups[self._variants[variant] : self._variants[variant + 1]]
         if not len(groups):
             return groups, 0, 0

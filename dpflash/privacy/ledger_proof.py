@@ -56,7 +56,7 @@ class Proof:
 
     ledger: Ledger
     head: str
-    kept: int | None  # number of lines that the head passed covers; None if no head was passed
+    kept: int | None  # number of lines that the passed head covers; None if no head was passed
     signatures: list[Signature]  # the valid signatures in the ledger's file of signatures
     is_alone: bool  # whether the guard, which detects lines removed at the end, is missing
 

@@ -43,11 +43,11 @@ class Block:
 
     @property
     def place(self) -> int:
-        """Number of releases in the block before the release of the current logical batch."""
+        """Number of the block's releases that precede that of the current logical batch."""
         return self.place_of(None)
 
     def place_of(self, draw: int | None) -> int:
-        """Return how many releases of the block precede a logical batch (default: current)."""
+        """Return how many releases of the block precede a logical batch (default: the current)."""
         if self.bands == 1 or self._last is None:
             return 0
         if draw is None:
@@ -61,7 +61,7 @@ class Block:
 
     @property
     def round(self) -> tuple[int, str]:
-        """Return the number of releases per event, and a text: what begins the next event."""
+        """Return (number of releases per event, text on what begins a new event)."""
         return self.bands, f"rounds of {self.bands}, and a logical batch that is not released"
 
     def remaining(self, events: int) -> int:
@@ -70,11 +70,11 @@ class Block:
 
     @property
     def _stream(self) -> tuple[str, int]:
-        """Identify the noise key, and how often the loader was set back: numbers restart then."""
+        """Return (digest of the noise key, how often the loader was set back)."""
         return derive_key(self._keys.noise, "block").hex(), self._tracker.returns
 
     def check(self, bound: float, noise_multiplier: float) -> None:
-        """Raise if bound or noise differ from the block's, or if the noise cannot be exact.
+        """Raise if bound or noise differ from those of the block, or if noise cannot be exact.
 
         Raises:
             ValueError: bound or noise_multiplier is refused.
@@ -102,7 +102,7 @@ class Block:
         return place
 
     def complete(self) -> None:
-        """Complete the release that has begun; the release of the next batch joins its block."""
+        """Complete the release that has begun; the next batch's release may join its block."""
         assert self._begun is not None
         place, self._last, self._numbers = self._begun
         self._length = place + 1

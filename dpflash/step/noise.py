@@ -158,7 +158,7 @@ class BatchNoise:
         """Record that the release is complete."""
 
     def settle(self) -> bool:
-        """Write the noise values whose rounding GPU kernels left undecided; wait for the GPU once.
+        """Write noise values whose rounding GPU kernels left undecided; wait for the GPU once.
 
         Returns:
             Whether the rounding of some noise was undecided.
@@ -186,8 +186,8 @@ class BandedGaussian:
 
     Computes the integer noise of `dpflash.noise.reference`; `dpflash.kernels` draws its z. The
     noise of a block is a function of key, steps and standard deviation, so checkpoints do not
-    contain the noise: after a resume, or if a parameter was frozen for a while, the noise of the
-    block's earlier releases is drawn again.
+    contain it. The noise of the block's earlier releases is drawn again after a resume, or if a
+    parameter was frozen for a while.
 
     Args:
         mechanism: the banded noise, with at least two bands.
@@ -284,7 +284,7 @@ class BandedNoise(BatchNoise):
                 total[part] = steps.mul_(self._grid)
 
     def complete(self) -> None:
-        """Record that the release is complete: the noise of the next release depends on its noise.
+        """Record that the release is complete. Its noise determines that of the next release.
 
         If the release is made again after an interruption, it has the same noise.
         """
@@ -302,7 +302,7 @@ class BandedNoise(BatchNoise):
         self._pasts.update(extended)  # in one call, in case of an interruption
 
     def _values(self, totals: Totals, place: int, begins: Begins) -> dict[nn.Parameter, Tensor]:
-        """Return the noise (int64) of release `place` of the block, from the noise before it."""
+        """Return the int64 noise of the block's release `place`, from that of earlier releases."""
         step = self._step - self._place + place
         found = {p: torch.empty_like(total, dtype=torch.int64) for p, total in totals.items()}
         # The noise of all tensors on a GPU is settled together, to wait for the GPU once.
@@ -330,7 +330,7 @@ class BandedNoise(BatchNoise):
 
 @functools.lru_cache(maxsize=4)
 def _row_norms(integers: tuple[int, ...], rows: int) -> NDArray[np.float64]:
-    """Return the norms `[rows]` of the first rows of C's inverse; `integers` in units of 2^-8."""
+    """Return the norms `[rows]` of the inverse's rows; C has the bands `integers` times 2^-8."""
     impulse = np.zeros(rows)
     impulse[0] = 1.0
     return np.sqrt(squared_errors(np.array(integers) / (1 << FRACTION_BITS), impulse))

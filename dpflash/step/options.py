@@ -167,7 +167,7 @@ class ReleaseOptions:
 
 
 def _comparable(option: Any) -> Any:
-    """Return a value that differs once the option changes; comparing it needs no GPU sync."""
+    """Return a value that changes with the option, and can be compared without a GPU sync."""
     if isinstance(option, Tensor):
         return id(option), option._version
     return tuple(map(_comparable, option)) if isinstance(option, (tuple, list)) else option

@@ -1,4 +1,4 @@
-"""Turns: decides which gradients optimizers step on; each can step once on a release."""
+"""Turns: decides which gradients optimizers step on. Each optimizer steps once on a release."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from ..refusal import PrivateRefusal
 from .step import PrivateStep
 
-# The gradients that step() uses; "microbatch": none, since more microbatches follow.
+# The gradients that step() uses; with "microbatch" none, since more microbatches follow.
 Kind = Literal["microbatch", "release", "public gradients"]
 
 _IN_TURNS = (
@@ -22,7 +22,7 @@ _IN_TURNS = (
 
 
 class Turns:
-    """Decides which gradients the first optimizer steps on; the other optimizers use the same.
+    """Decides which gradients the first optimizer steps on. The others step on the same.
 
     If an optimizer steps a second time, a new step begins. An optimizer that does not step
     before the next microbatch or backward skips the release.

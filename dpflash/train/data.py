@@ -100,8 +100,8 @@ class ByteDocuments(Sequence[bytes]):
     ) -> "ByteDocuments":
         """Read a file, or the files of a folder and its subfolders.
 
-        `field` is the key of a record's text, `label_field` that of its label. With a label, a
-        document is the label, a NUL byte and the text, if `labels` has the label.
+        `field` is the key of a record's text. With `label_field`, the key of its label, a document
+        is the label, a NUL byte and the text; records with labels not in `labels` are left out.
         - With unit "file" or "folder", a document is a file (of a .jsonl file, the texts of all
           records). With "folder", a file directly in `path` is a unit.
         - With "record" or "field:NAME", a document is a line of a JSONL file. Without `suffixes`,

@@ -10,8 +10,8 @@ from torch import Tensor
 from ..distributed.fsdp import is_sharded
 from .digests import row_digests
 
-# Contents are compared in the first forward or backward, and then once in this many. The number
-# is prime, so that a change that a forward makes at regular intervals is found.
+# Contents are compared in the first forward or backward, and then in each one whose number is a
+# multiple of EVERY. EVERY is prime, so that changes at regular intervals are found.
 EVERY = 61
 
 

@@ -1,8 +1,8 @@
 """Compares the two backwards of ghost clipping.
 
 The first backward computes the norms; the second sums gradients with factors from these norms. A
-gradient that differs between both backwards would be summed without a bound. On a deterministic
-device, digests of each operation's rows are compared; on others, norms of both backwards are.
+gradient that differs between the backwards would be summed without a bound. On a deterministic
+device, digests of each operation's rows are compared; on other devices, norms are.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class FirstBackward:
                 self.use(gate, position, (grad,))
 
     def allowed(self, squares: Tensor) -> Tensor:
-        """Return the squared norms `[B]` to clip by, which the second backward must not exceed."""
+        """Return squared norms `[B]` to clip by: unless exact, with a margin for rounding."""
         if self.exact:
             return squares
         narrow = any(dtype.itemsize < 4 for dtype in self.dtypes)

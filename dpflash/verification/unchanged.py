@@ -2,7 +2,7 @@
 
 Values that a forward writes into buffers, parameters or other entries would be released without
 noise, and would affect later batches. Version counters are compared in every forward and backward.
-Contents are compared once in `EVERY` of them, because writes to `.data` do not advance a counter.
+Writes to `.data` advance no counter, so contents are compared once in `EVERY` of these.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Place:
         module: the module that holds the tensor.
         key: the tensor's name in the module.
         is_buffer: True for a buffer, False for a frozen parameter.
-        part: the sharded parameter, which the module holds between forwards, or None.
+        part: the sharded parameter that the module holds between forwards, or None.
     """
 
     module: nn.Module
@@ -115,7 +115,7 @@ class Unchanged:
         return self._rewritten.forward(again=again)
 
     def before_backward(self) -> str | None:
-        """Return `refusal`; contents are compared in the first backward, and once in `EVERY`."""
+        """Return `refusal`; compare contents in the first backward, and then once in `EVERY`."""
         contents = self._backwards % EVERY == 0
         refusal = self.refusal(contents=contents, wait=False) or self._entered()
         # A refused backward is not counted, so that the next backward is refused too.
@@ -161,10 +161,10 @@ class Unchanged:
         return changed + self._compared(wait)
 
     def _compared(self, wait: bool) -> list[str]:
-        """Return the names of tensors that differ by a comparison that has finished."""
+        """Return the names of the tensors that differ in the comparisons finished so far."""
         names = self._comparisons.differing(wait=wait)
         for name in names:
-            # Without a version, each later call compares the tensor, and waits for the result.
+            # Drop the version: each later call then compares the tensor, and waits.
             self._states[name] = replace(self._states[name], version=None)
         return names
 
@@ -338,7 +338,7 @@ class _Structure:
         for m in modules[1:]:  # Hooks of the model itself run outside of the tested forward.
             dicts += m._forward_hooks, m._forward_pre_hooks
         self._empty = [held for held in dicts if not held]
-        # In scripted modules, some of them are no dicts.
+        # In scripted modules, some of these are not dicts.
         self._dicts = [held for held in dicts if held and isinstance(held, dict)]
         self._own = [vars(m) for m in modules]
         self._held = list(self._now())
