@@ -86,7 +86,7 @@ _OF_DRAWS = (
 )
 
 _USUAL_DELTA = 1e-5  # assumed if no delta is known
-# The grid step of this bound is 1e-5, and without noise smaller gradients are rounded to zero.
+# With this bound the grid step is 1e-5. Without noise, smaller gradients are rounded to zero.
 _COARSE_BOUND = 1e4
 
 
@@ -219,7 +219,7 @@ def build(
         )
         trial = Trial(sandbox, schedule)
         declared = privacy.loss_reduction
-        # No place trials on context ranks, which have the losses of their own tokens only.
+        # No place trials on context ranks, whose losses are of their own tokens only.
         if (plan.packing is None and declared is None) or ranks.context is None:
             place_trial = PlaceTrial(
                 sandbox,
@@ -278,13 +278,13 @@ def build(
 
 
 # id of a dataset -> (a weak reference to the dataset, [(spending, entries), ...]). The list has
-# each engine that has released steps on the dataset, and the engine that was the last to use it.
-# `entries` holds the indices that the engine's loader samples from; None for all entries.
+# the engines that have released steps on the dataset, and the engine that used the dataset last.
+# `entries` are the indices from which the engine's loader samples; None for all entries.
 _spendings: dict[int, tuple[ref[Any], list[tuple[Spending, set[Any] | None]]]] = {}
 
 
 def _is_trained_on(dataset: Any, spending: Spending) -> bool:
-    """Return True if another engine, but not yet this one, has releases from this dataset.
+    """Return whether another engine has releases from this dataset, but this engine has none.
 
     Two subsets of a dataset count as the same dataset if they have an entry in common.
     """
@@ -440,7 +440,7 @@ def calibrated(
     """Return (plan, steps, noise multiplier), so that these steps spend (epsilon, delta).
 
     All ranks use the first rank's noise multiplier. If `state_memory` (see `memory_of_states`) is
-    passed, the plan returned has the number of bands with the least error.
+    passed, the returned plan has the number of bands with the least error.
     """
     if steps is None:
         assert epochs is not None
@@ -477,9 +477,9 @@ def _with_bands(
     delta: float,
     state_memory: tuple[int, int],
 ) -> SamplingPlan:
-    """Return the plan with the least error: unchanged for one band, else with cyclic Poisson."""
+    """Return the plan with the bands of least error; with several, it samples cyclically."""
     parameters, memory = state_memory
-    # The factor offsets the rounding of the quotient: no part may be smaller than a batch.
+    # The factor offsets the quotient's rounding, so that no part is smaller than a batch.
     size = math.floor(plan.batch_size / plan.sample_rate * (1 + 1e-9))
     found = compare_bands(
         num_samples=size,

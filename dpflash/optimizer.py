@@ -57,8 +57,8 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
 
     noise_multiplier, max_grad_norm and expected_batch_size may be set between steps, before the
     backward of the next logical batch; each release is accounted for with the values that it used.
-    The properties of the wrapped optimizer (param_groups, state, defaults) may be set too. Setting
-    any other name raises an AttributeError.
+    The wrapped optimizer's properties (param_groups, state, defaults) may be set too. Setting any
+    other public name raises an AttributeError.
 
     Guarantees:
         The wrapped optimizer receives the gradient (clipped sum + N(0, (noise_multiplier *
@@ -107,8 +107,8 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
     def _patch_step_function(self) -> None:
         """Do nothing, so that PyTorch does not run the wrapped optimizer's step hooks in `step`.
 
-        PyTorch calls this when an optimizer is unpickled. It would wrap the `step` of the whole
-        class, and the hook `_refuse_other_steps` would then refuse it.
+        PyTorch calls this when an optimizer is unpickled. PyTorch's method would wrap the `step`
+        of the whole class, and the hook `_refuse_other_steps` would then refuse steps.
         """
 
     def _refuse_other_steps(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
@@ -151,7 +151,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Raise if GradScaler.step reads this: it would have scaled losses before clipping."""
+        """Raise if GradScaler.step reads this, since losses were then scaled before clipping."""
         # Lightning reads this too, before it clips gradients.
         if not sys._getframe(1).f_globals["__name__"].startswith("torch."):
             return False

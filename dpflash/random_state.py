@@ -50,7 +50,7 @@ def seed_generators(seed: int, *devices: torch.device) -> None:
     for generator in generators_of(*devices):
         generator.manual_seed(seed)
     random.seed(seed)
-    # Add a third word: with the seed's two words alone, NumPy's numbers would equal Python's.
+    # Add a third word: with only the seed's two words, NumPy's numbers would equal Python's.
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])
 
 

@@ -63,9 +63,9 @@ def without_noise() -> Iterator[NoiseOff]:
     it compares gradients of a copy of the model, which are not released.
 
     A boundary reads this state in the forward, since its backward may run in a thread of autograd.
-    After the block, also after an exception, noise is on again, both for boundaries crossed later
-    and for later backwards through boundaries that were crossed inside. A boundary crossed by
-    another thread (in a reentrant checkpoint, by a thread of autograd) keeps its noise.
+    Noise is on again after the block, also after an exception. This includes later backwards
+    through boundaries that were crossed inside the block. A boundary that another thread crosses
+    (such as autograd's thread in a reentrant checkpoint) keeps its noise.
     """
     off = NoiseOff()
     before, _switch.off = _switch.off, off

@@ -1,8 +1,8 @@
 """Attention as torch operators: opaque to torch.compile, differentiable, with vmap rules.
 
-A pattern is passed as a string, its key, so that a compiled graph holds no tables; the operator
-looks up the tile graph when it runs. The operator of the backward returns an empty tensor in place
-of a gradient that does not exist.
+A pattern is passed as a string, its key, so that a compiled graph holds no tables. The operator
+looks up the tile graph when it runs. The backward's operator returns an empty tensor in place of a
+gradient that does not exist.
 
 Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim of
 queries and keys, E that of values.
@@ -93,7 +93,7 @@ class Attention(torch.autograd.Function):
         bias_grad = bias is not None and ctx.needs_input_grad[8]
         arguments = (do, dlse, o, lse, *tensors, *ctx.options, bias_grad)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            # Without grad mode a node is not needed; the compiler supports no node inside a node.
+            # Without grad mode no node is needed, and the compiler supports no node inside a node.
             grads = (_gradients if _is_plain(arguments) else _BACKWARD)(*arguments)
         else:
             grads = _AttentionBackward.apply(*arguments)
@@ -271,7 +271,7 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*given: Any) -> tuple[Tensor, ...]:
-    """Return the results of `_gradients` with an empty tensor in place of None."""
+    """Return the results of `_gradients`, with an empty tensor in place of each None."""
     return tuple(_absent(given[4]) if x is None else x for x in _gradients(*given))
 
 

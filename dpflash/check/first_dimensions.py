@@ -88,7 +88,7 @@ def _first_dimensions(
 
 
 def _fits(size: int, dims: set[int]) -> bool:
-    """Return whether each first dimension is the batch size, or 1 for inputs of all samples."""
+    """Return whether each first dimension is the batch size, or 1 for a shared input."""
     return dims <= {size, 1}
 
 

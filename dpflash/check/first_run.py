@@ -96,7 +96,7 @@ def _losses_fit(subject: Subject, losses: Any, findings: Findings) -> bool:
 
 
 def widened(subject: Subject, model: nn.Module, findings: Findings) -> Subject | None:
-    """Return the subject, in float64 if the model supports it; None if the backward raises.
+    """Return the subject, in float64 if the model supports float64; None if a backward raises.
 
     Args:
         subject: the subject, whose first run succeeded.

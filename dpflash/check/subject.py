@@ -54,7 +54,7 @@ class Result(NamedTuple):
 NOTHING = Result(0.0, {}, (0.0, 0.0))
 
 
-# Losses with class weights, which the caller holds in float32; they change no argument in place.
+# Losses with class weights, which the user holds in float32. They change no argument in place.
 _WEIGHTED = (
     F.cross_entropy,
     F.nll_loss,
@@ -181,7 +181,7 @@ class Subject:
             return 0.0
         with _Narrowest() as narrowest:
             self.losses(self.batch)
-        # This is above rounding errors, which grow with depth, and below other samples' effect.
+        # Above rounding errors, which grow with depth, and below the effect of other samples.
         return float(narrowest.eps ** (2 / 3))
 
     @functools.cached_property

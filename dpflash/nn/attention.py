@@ -374,7 +374,7 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"cu_seqlens with {reason}")
 
     def _merged(self, o: Tensor) -> Tensor:
-        """Concatenate the heads of o `[B, H, T, D]` and apply the output projection."""
+        """Concatenate the heads of o `[B, H, T, D]`, and apply the output projection."""
         out: Tensor = self.out_proj(o.transpose(1, 2).flatten(2))
         return out
 

@@ -26,8 +26,8 @@ _INIT_STD = 0.02
 class LongContextLM(nn.Module):
     """Decoder-only language model: token embedding, causal blocks, a final norm and a head.
 
-    Weights are initialized as in GPT-2, from a normal distribution of std 0.02; for projections
-    that write into the residual stream this std is divided by ``sqrt(2 * num_layers)``.
+    Weights are initialized as in GPT-2, from a normal distribution of std 0.02. For projections
+    that write into the residual stream, the std is divided by ``sqrt(2 * num_layers)``.
 
     Args:
         vocab_size: V.
@@ -286,7 +286,7 @@ class LongContextLM(nn.Module):
         cu_seqlens: tuple[int, ...] | None,
         units: Units | None,
     ) -> Context:
-        """Return the Context of this forward, checked once for all blocks and the losses."""
+        """Return the Context of this forward, on which ranks agree once for blocks and losses."""
         assert self.context_parallel is not None
         rows, per_rank = tokens.shape
         return self.context_parallel.agree(

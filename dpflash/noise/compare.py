@@ -45,8 +45,8 @@ class BandsOfRun:
         """`expected_error` / steps, the error if the learning rates of all steps add up to 1.
 
         Use it to compare runs with different numbers of steps: the learning rate then grows with
-        the batch size, and falls with the epochs. This is the error by the noise alone. It ignores
-        that a model learns less in fewer and larger steps, or more in more epochs.
+        the batch size, and falls with the epochs. This is the error by the noise alone. That a
+        model learns less in fewer, larger steps, or more in more epochs, is not counted.
         """
         return self.expected_error / self.steps
 

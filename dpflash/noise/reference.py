@@ -16,7 +16,7 @@ were rounded to the grid first, the release would also depend on fractions of C 
 
 from collections.abc import Sequence
 
-# With more bits, z would have to be smaller to be exact in float64 (`dpflash.kernels.noise`).
+# With more bits, z would be exact in float64 only if it were smaller (`dpflash.kernels.noise`).
 FRACTION_BITS = 8
 # The standard deviation of z over the bound must be below this: `_validate._MOST_NOISE` / 2^8.
 MOST_NOISE = 2.0**6
