@@ -21,7 +21,6 @@ _MOST_NOISE = 2.0**14
 
 
 def _real(name: str, value: object) -> float:
-    """Return the value as a float. Refuse booleans, NaN and values that are not numbers."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(
             f"{name}={value!r}: expected a number, got {type(value).__name__}; "

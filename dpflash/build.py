@@ -99,8 +99,6 @@ class Given(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """Results of `_check`, which changes nothing."""
-
     layers: list[Layer]
     trained: list[nn.Parameter]
     groups: list[Group]
@@ -321,7 +319,6 @@ def _origin(dataset: Any) -> tuple[Any, set[Any] | None]:
 
 
 def _devices_of(module: nn.Module) -> frozenset[torch.device]:
-    """Return the devices of the model's parameters, without the CPU."""
     return frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
 
 
@@ -689,7 +686,6 @@ def _check_pairs(privacy: PrivacyConfig, ranks: Ranks) -> None:
 
 
 def _check_exact_packing(collate: PackTo, module: nn.Module) -> None:
-    """Refuse exact=True if a document's rounding depends on where it is packed."""
     if collate.align % EXACT_ALIGN:
         raise ValueError(
             f"exact=True with PackTo(align={collate.align}): a document's rounding would depend "

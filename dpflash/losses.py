@@ -292,7 +292,6 @@ def _rows(shape: torch.Size) -> tuple[int, int]:
 
 
 def _mean_of_each_sample(element_losses: Tensor) -> Tensor:
-    """Average `[B, ...]` to `[B]`; a sample without elements has the loss 0."""
     rows = _rows(element_losses.shape)
     return element_losses.reshape(rows).sum(1) / max(rows[1], 1)
 

@@ -26,8 +26,6 @@ _MADE_BY = "pass it to make_private, after engine.detach(model) if a model is pr
 
 
 def _of_original(name: str) -> Any:
-    """Return a property that reads and sets `name` on the wrapped optimizer."""
-
     def put(self: PrivateOptimizer, value: Any) -> None:
         setattr(self.original_optimizer, name, value)
 

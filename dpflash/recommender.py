@@ -131,8 +131,6 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class _Question:
-    """The arguments of `recommend`."""
-
     tokens: int
     memory: int | None
     causal: bool
@@ -156,8 +154,6 @@ class _Question:
 
 @dataclass(frozen=True)
 class _Case:
-    """One measurement of attention with a pattern."""
-
     direction: str
     dtype: str
     tokens: int

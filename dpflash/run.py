@@ -219,7 +219,6 @@ class PrivateRun:
         return found
 
     def _refuse_tried(self, refusal: str | None) -> None:
-        """Raise on all ranks if `refusal` is not None on some rank."""
         try:
             self.backward.proof.refuse(refusal)
         except RuntimeError as error:

@@ -233,7 +233,6 @@ def _document_by_document(
     bias: Tensor | None,
     named: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Return (o, lse) of an `Adaptive` pattern within documents, one document at a time."""
     pattern._check_size(q.shape[2], q.shape[1])
     results = []
     for begin, end in pairwise(pattern.cu_seqlens):

@@ -258,7 +258,6 @@ def _inputs_of(
     softcap: float | None = None,
     backend: str = AUTO,
 ) -> AttentionInputs:
-    """Make the kernels' inputs from an operator's inputs and options."""
     graph = graph_of(q, k, from_key(pattern), blocks, gates)
     key_range = key_range_of(padding)
     extras = (sinks, slopes, key_range, softcap, bias)
@@ -308,7 +307,6 @@ def _gradients(
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """Return x `[B, H, T, D]` in the memory layout of `like`."""
     if heads_outside(like):
         return x.contiguous()
     return x.transpose(1, 2).contiguous().transpose(1, 2)

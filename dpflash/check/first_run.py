@@ -52,7 +52,6 @@ def first_run(subject: Subject, findings: Findings) -> bool:
 
 
 def _check_leaves(subject: Subject, losses: Tensor, findings: Findings) -> None:
-    """Report parameters and other tensors outside of the model that the losses train."""
     findings.checked.append("whether the losses train anything outside of the model")
     known = {id(p) for p in subject.trained.values()}
     model, again = subject.model, subject.losses(subject.batch)

@@ -219,8 +219,6 @@ def randomness_restored(batch: Any) -> Iterator[None]:
 
 
 class _Narrowest(TorchDispatchMode):
-    """Records the largest machine epsilon among the dtypes of all operations' results."""
-
     eps = torch.finfo(torch.float64).eps
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

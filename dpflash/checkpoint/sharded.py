@@ -389,7 +389,6 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def _digests(folder: Path, names: list[str], ranks: Ranks) -> dict[str, str]:
-    """Return the digests of the files that this rank checks, by name."""
     found = {}
     for name in names[rank_in(ranks.everyone) :: world_size(ranks.everyone)]:
         digest = hashlib.blake2b(digest_size=16)

@@ -39,7 +39,6 @@ _COMMANDS = {
 
 
 def _build_parser(command: str | None) -> Parser:
-    """Build the parser of `dpflash`. Only the subcommand `command` is imported."""
     parser = Parser(
         prog="dpflash", description="Differentially private training of long-context transformers."
     )

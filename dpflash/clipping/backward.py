@@ -216,7 +216,6 @@ class PrivateBackward:
             self.trial.finish()
 
     def _end_of_loop(self) -> None:
-        """End a backward that the loop itself called."""
         self._end_trial()
         self.step.end_backward()
 
@@ -514,7 +513,6 @@ class PrivateBackward:
         self.step.begin_backward()
 
     def _warn_uncalled(self) -> None:
-        """Warn once if layers of this forward ran outside of a call of the whole model."""
         self.is_past_calls = not self._is_called or self.forward.state.is_past_calls
         if not self.is_past_calls or self._has_warned or not self.proof.is_on:
             return

@@ -249,7 +249,6 @@ class Gate:
         return self._plan[position]
 
     def _deferred(self, position: int, **uses: Any) -> DeferredGradients:
-        """Return saved tensors (`linear`, `embedding`, `tiled`) as `DeferredGradients`."""
         rows = self.group.parameters[position].shape[0]
         known = self._cancelling.get(position)
         return DeferredGradients(rows, units=self.units, cancelling=known, **uses)

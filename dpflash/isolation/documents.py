@@ -114,5 +114,4 @@ def _length(batch: PackedBatch, unit: int) -> int:
 
 
 def _reversed(values: Tensor, length: int) -> Tensor:
-    """Return the values in reverse order, repeated or cut to this length."""
     return values.flip(0)[torch.arange(length) % len(values)]

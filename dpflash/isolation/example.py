@@ -76,7 +76,6 @@ class ExampleTrial:
         self._is_done = self._is_late = False
 
     def _altered(self) -> list[Alteration]:
-        """Return two altered versions of the batch."""
         if isinstance(self._batch, PackedBatch):
             return [alteration.of_documents(self._batch, number) for number in (0, 1)]
         rng = np.random.default_rng(0)

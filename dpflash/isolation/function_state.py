@@ -159,7 +159,6 @@ class FunctionState:
 
 
 def _package_of(value: Any) -> str:
-    """Return the package of a function, or of another object's class."""
     while type(value) is partial:
         value = value.func
     if type(value) is MethodType:

@@ -197,7 +197,6 @@ class Proof:
         self._modes.clear()
 
     def _enter_mode(self) -> None:
-        """Continue the proof for the current training flags."""
         flags = bytes([module.training for module in self._modules])
         self._mode = self._modes.setdefault(flags, _Mode())
         self._repeated = bool(self._repeated)

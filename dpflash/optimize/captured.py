@@ -202,7 +202,6 @@ class CapturedCalls:
         return self._replayed(call, tensors)
 
     def _leave_place(self) -> None:
-        """Drop all graphs, since tensors of the model have other addresses now."""
         self._found.clear()
         self._counts.clear()
         self._moves += 1
@@ -557,8 +556,6 @@ class _ReplayedGate(Gate):
 
 
 class _Rows(RealRows):
-    """The mask of real rows, in a tensor that graphs read."""
-
     def __init__(self) -> None:
         super().__init__(lambda rows: None)
         self._mask = torch.empty(0)

@@ -223,7 +223,6 @@ class ForwardWrapper:
 
     @contextlib.contextmanager
     def _sandboxed(self) -> Iterator[None]:
-        """Notify the sandbox of trials when a forward begins and ends."""
         trial = self._backward.trial
         if trial is not None:
             with self._backward.step.noting_refusals():

@@ -208,7 +208,6 @@ class BlockSparse(Pattern):
 
 
 def _tuples(lists: object) -> tuple[Any, ...]:
-    """Convert nested sequences, two or three levels deep, to nested tuples."""
     rows = [_arguments.items("block_lists", row) for row in _arguments.items("block_lists", lists)]
     if not any(hasattr(entry, "__len__") for row in rows for entry in row):
         return tuple(_arguments.integers("block_lists", row, 0) for row in rows)

@@ -91,8 +91,6 @@ class WithinDocuments(OfDocuments):
 
 
 class _Sides:
-    """Joins one side of each document's graph into a side of the whole sequence."""
-
     def __init__(self, documents: Sequence[tuple[int, Side]]) -> None:
         self._begins = [begin for begin, _ in documents]
         self._sides = [_Tables(side) for _, side in documents]

@@ -337,7 +337,6 @@ def today() -> str:
 
 
 def _parse(raw: bytes) -> LedgerLine:
-    """Parse and check one line. Raises ValueError or KeyError."""
     record = json.loads(
         raw.decode("utf-8"),
         object_pairs_hook=_object,

@@ -207,7 +207,6 @@ def _read_all(handle: int) -> bytes:
 
 
 def _undo_write(handle: int, written: bytes) -> None:
-    """Remove `written` if the file still ends with it."""
     end = os.lseek(handle, 0, os.SEEK_CUR)  # where the write ended
     start = end - len(written)
     if os.fstat(handle).st_size == end and os.pread(handle, len(written), start) == written:

@@ -86,7 +86,6 @@ class TriedCollate:
 
 
 def _try(fitting: FittingCollate, may_sort: bool) -> None:
-    """Run the tests of `refuse_mixing` on entries from all over the dataset."""
     collate, dataset = fitting.collate, fitting.dataset
     is_known = _is_known(collate)
     if is_known and not dataset.reads_together:
@@ -470,7 +469,6 @@ def _has_rows_of(rows: list[list[Any]], others: list[list[Any]]) -> bool:
 
 
 def _equal(x: Any, y: Any) -> bool | None:
-    """Return whether two rows, or parts of rows, are equal; None if their forms differ."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return _equal_tensors(x, y)
     if type(x) is not type(y):

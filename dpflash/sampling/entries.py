@@ -336,8 +336,6 @@ class FittingCollate:
     def _refuse_moved(
         self, batch: Any, items: list[Any], indices: list[int], *, by_index: bool
     ) -> None:
-        """Refuse a batch whose rows are in another order than its entries."""
-
         def again(index: int) -> Any:
             with random_state_kept():
                 anew = [self._item(index, by_index=by_index) for _ in range(_REPEATS)]
@@ -460,7 +458,6 @@ class FittingCollate:
         return index if by_index else self.dataset[index]
 
     def _of_fetched(self, entries: list[Any] | Together) -> Any:
-        """Return the batch of fetched entries, or `_FAILED`."""
         if isinstance(entries, Together):
             return self._tried(entries.whole)
         if isinstance(entries, _Fetched) and not entries.are_together:
@@ -481,7 +478,6 @@ class FittingCollate:
         return self._tried(copies)
 
     def _tried(self, whole: Any) -> Any:
-        """Call the collate function; return its batch, or `_FAILED` if it raises an error."""
         parts = whole if isinstance(whole, list) else [whole]
         unreadable = next((e for e in parts if isinstance(e, Unreadable)), None)
         if unreadable is not None:
@@ -492,7 +488,6 @@ class FittingCollate:
             return self._failed(repr(error))
 
     def _failed(self, error: str, *, uncopied: type | None = None) -> Any:
-        """Store the reason for an error message, and return `_FAILED`."""
         self._error, self._uncopied = error, uncopied
         return _FAILED
 

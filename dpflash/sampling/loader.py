@@ -376,7 +376,6 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
             self.tracker.end_epoch(self._mark)
 
     def _observed(self, marked: Iterator[tuple[Any, BatchMark]]) -> Iterator[Any]:
-        """Yield the batches, and compare each batch with those before it."""
         for batch, mark in marked:
             self._mark = mark
             if self.has_pairs:
@@ -498,7 +497,6 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
                     self.tracker.leave_trial()
 
     def _places(self, made: Collated, mark: BatchMark, epoch: int) -> list[Place]:
-        """Return versions of a microbatch with its samples in other rows."""
         if isinstance(made.batch, PackedBatch):
             other = moved(made.batch) or copied(made.batch)
             return [Place(other, self._kept_units([True] * mark.size, mark), OTHER_NEIGHBORS)]

@@ -358,7 +358,6 @@ def _refuse_small_parts(bands: int, batch_size: int, rate: float) -> None:
 
 
 def _length(dataset: Any) -> int:
-    """Return the number of entries of a map-style dataset; refuse an empty dataset."""
     remedy = "use a map-style dataset, with __len__ and __getitem__"
     try:
         num_samples = len(dataset)

@@ -94,5 +94,4 @@ def _with_rows(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
 
 
 def _digests(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the digest of each row in each tensor, `[B, tensors]`."""
     return torch.stack([row_digests(x).cpu() for x in tensors], 1)

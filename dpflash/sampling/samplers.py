@@ -259,7 +259,6 @@ class CyclicPoissonBatchSampler(PoissonBatchSampler):
         return [int(i) for i in drawn[self._parts()[drawn] == index % self.parts]]
 
     def _parts(self) -> np.ndarray:
-        """Return the part of each sample, `[num_samples]`."""
         key = self.key
         if self._known is None or self._known[0] != key:
             words = uniform_words(derive_key(key, "parts"), index=0, count=self.num_samples)
@@ -295,7 +294,6 @@ class RandomAllocationBatchSampler(DrawSampler):
         return [int(i) for i in (self._steps(epoch) == step).nonzero()[0]]
 
     def _steps(self, epoch: int) -> np.ndarray:
-        """Return the step of each sample in an epoch, `[num_samples]`."""
         key = self.key
         if self._known is None or self._known[:2] != (key, epoch):
             own = derive_key(key, "allocation")
@@ -348,7 +346,6 @@ class FixedSizeBatchSampler(DrawSampler):
 
 
 def _least(words: np.ndarray, count: int) -> np.ndarray:
-    """Return the positions of the `count` smallest words, ascending."""
     if count >= len(words):
         return np.arange(len(words))
     return np.sort(np.argpartition(words, count - 1)[:count])

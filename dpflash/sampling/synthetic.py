@@ -52,8 +52,6 @@ class Ranges(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """The name and types of a field of an entry."""
-
     name: str
     kind: type  # class of the value, such as Tensor or list
     dtype: Any  # dtype of a tensor or array, else None

@@ -41,7 +41,6 @@ class Turns:
         self._end()
 
     def _end(self) -> None:
-        """End the step: the next call of step() begins another one."""
         self._kind: Kind | None = None
         self._gone: set[Optimizer] = set()
         self._progress = self._step.progress

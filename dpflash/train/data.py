@@ -236,7 +236,6 @@ def _are_records(unit: str) -> bool:
 
 
 def _uniform(key: bytes) -> float:
-    """Return a pseudorandom number in [0, 1) that depends on the key alone."""
     digest = blake2b(key, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 

@@ -116,7 +116,6 @@ def _settable_parts(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _field_names(value: Any) -> tuple[str, ...]:
-    """Return the names of the fields of a dataclass or a named tuple."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return tuple(f.name for f in dataclasses.fields(value) if hasattr(value, f.name))
     return tuple(value._fields) if isinstance(value, tuple) and hasattr(value, "_fields") else ()

@@ -62,7 +62,6 @@ class Fixed:
 
 
 def _settable_properties(kind: type) -> list[str]:
-    """Return the names of the properties that have a setter."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         found.update(vars(base))

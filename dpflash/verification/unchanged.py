@@ -57,8 +57,6 @@ class _Place:
 
 @dataclass(frozen=True)
 class _State:
-    """Last known state of a tensor."""
-
     tensor: Tensor
     version: int | None
     shape: torch.Size

@@ -137,7 +137,6 @@ class Uncovered:
 
 
 def _whole(x: Tensor) -> Tensor:
-    """Return the tensor of which x is a view, or x itself."""
     return x if x._base is None else x._base
 
 
