@@ -429,8 +429,8 @@ class PrivateBackward:
             trial.restart(str(error))
             self.discard()
             raise
-        # Choose the watches again: the trial may now compare fewer samples, and a loop that calls
-        # loss.backward() itself does not call `_rest` first.
+        # The trial may compare fewer samples from now on, and a loop's own loss.backward() begins
+        # with no `_rest`.
         self._rest()
 
     def expect_scalar(self, outputs: Any, size: int, inputs: Sequence[Tensor]) -> Any:

@@ -481,7 +481,7 @@ class ForwardWrapper:
 
     def _plainly(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._refuse_private(_tensors((args, kwargs)))
-        # Call the inner model, not DDP: the step averages public gradients over the ranks.
+        # Of the inner model, not of DDP: the step averages public gradients over the ranks.
         inner = module is self._module
         self._runs_plain = True
         try:
