@@ -126,7 +126,7 @@ def bytes_of(**values: object) -> int:
             number = float(found.group(1)) if found else math.nan
         except ValueError:
             number = math.nan
-        # Refuse text such as "80" without a unit, which is hardly meant as 80 bytes.
+        # Refuse text without a unit, such as "80", which hardly means 80 bytes.
         if found is None or not number > (0 if found.group(2) else 2**10):
             raise ValueError(
                 f"{name}={value!r}: expected bytes; pass a number of bytes, or a string with a "

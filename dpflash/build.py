@@ -348,7 +348,7 @@ def _check(
         physical_batch_size=performance.physical_batch_size,
         rank_part=(ranks.data_rank, ranks.data_size),
         public_length=privacy.public_length,
-        # With several ranks, optimizer.step() refuses foreign batches on all ranks together.
+        # With several ranks, optimizer.step() refuses foreign batches, on all ranks together.
         foreign_batches=privacy.foreign_batches or ranks.everyone is not None,
         devices=_devices_of(module),
     )
@@ -415,7 +415,7 @@ def sampling_plan(data_loader: DataLoader, privacy: PrivacyConfig) -> SamplingPl
 
 
 def memory_of_states(given: Given, performance: PerformanceConfig) -> tuple[int, int]:
-    """Return (elements of the trained parameters, bytes available for banded noise's states)."""
+    """Return (elements of trained parameters, bytes that states of banded noise may take)."""
     if not isinstance(given.module, nn.Module):
         return 1, 1  # make_private refuses this module later
     trained = trained_parameters(given.module, listed(given.optimizer))
@@ -586,7 +586,7 @@ def _backward(
     if privacy.verify_first_batch:
         allow_second_backwards()
     only_instantiate = performance.optimize == "none" or privacy.exact is True
-    # "ghost" runs two backwards, which must compute the same gradients.
+    # The two backwards of "ghost" must compute the same gradients.
     repeats = performance.attention_backend != FAST
     memory = performance.memory_budget or default_memory_budget(device)
     planner = Planner(

@@ -492,7 +492,7 @@ class PerformanceConfig:
     attention_backend: str = AUTO
     cuda_graph: bool = False
     fp8: bool = False
-    # The mode that was passed; set for each object in __post_init__.
+    # The grad_sample_mode that was passed; __post_init__ sets it for each object.
     asked_mode: ClassVar[str]
 
     def __post_init__(self) -> None:

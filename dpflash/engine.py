@@ -96,7 +96,7 @@ def _of_run(
 
 
 def _with_usage(usage: str, function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return the function with a TypeError that shows `usage` if arguments are wrong."""
+    """Wrap the function: a TypeError for wrong arguments shows `usage`."""
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -482,7 +482,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     @property
     def neighboring_relation(self) -> str:
-        """The relation that epsilon is for: "add_remove", "zero_out" or "replace_one"."""
+        """The neighboring relation of epsilon: "add_remove", "zero_out" or "replace_one"."""
         return self._spending.relation
 
     @property

@@ -247,7 +247,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         """
         self._step.public.refuse_inside("optimizer.zero_grad()")
         if self._step.released is not None:
-            with self._step.noting_refusals():  # the loop may skip step() depending on a loss
+            with self._step.noting_refusals():  # a loss may have decided that step() was skipped
                 raise PrivateRefusal(
                     "optimizer.zero_grad() between the last backward of a logical batch and "
                     "optimizer.step() would drop the released gradient. Call zero_grad() after "
@@ -338,7 +338,7 @@ class _Joined(torch.optim.Optimizer):
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that one optimizer with all these groups would have."""
+        """Return the state_dict that one optimizer with all these groups would have."""
         groups: list[dict[str, Any]] = []
         state: dict[int, Any] = {}
         for own in (optimizer.state_dict() for optimizer in self._optimizers):

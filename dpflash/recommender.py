@@ -66,7 +66,7 @@ class Candidate:
     variant: str  # name of the pattern in the measurements
     pattern: Pattern  # for `dpflash.attention(pattern=...)` and the modules
     expected_ms: float  # time of one call, ms
-    expected_peak_mib: float | None  # growth of memory during a call, MiB; None if unknown
+    expected_peak_mib: float | None  # growth of memory during a call, in MiB; None if unknown
     fits: bool  # whether the growth of memory is within the limit
     pair_share: float  # number of (query, key) pairs / number in dense attention
     quality: Quality | None  # held-out loss of a small model; None if not measured
@@ -83,7 +83,7 @@ class Candidate:
         if self.quality is not None:
             loss = f"{self.quality.relative_difference:+.2%}"
         fits = "yes" if self.fits else "NO"
-        # A share below 1 must not be rounded to 100%.
+        # Do not round a share below 1 to 100%.
         share = self.pair_share if self.pair_share >= 1 else min(self.pair_share, 0.999)
         return self.variant, _digits(self.expected_ms), mib, fits, f"{share:.1%}", loss
 

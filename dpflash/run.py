@@ -274,7 +274,7 @@ class PrivateRun:
             if losses.ndim:
                 place_trial.take(losses)
             self.backward.record_place(losses)
-            self._refuse_tried(None)  # raises before the next forward if another rank has ended
+            self._refuse_tried(None)  # raises, before the next forward, if another rank has ended
             return True
         if self.backward.record(losses):
             return True
@@ -731,7 +731,7 @@ class Attachment:
             )
 
     def hand_over(self) -> None:
-        """Detach the model for another engine, even if its own engine still exists."""
+        """Detach the model for another engine, even if the model's own engine still exists."""
         detach = self._detach()
         if detach is None:
             self.give_back()

@@ -155,7 +155,7 @@ def cross(boundary: Boundary, *tensors: Tensor) -> tuple[Tensor, ...]:
 def release_of(
     boundary: Boundary,
 ) -> Callable[[Sequence[Tensor], Tensor], tuple[Tensor, ...]]:
-    """Return a function that clips gradients, given their joint squared norms, and adds noise."""
+    """Return function (gradients, joint squared norms) -> clipped gradients plus noise."""
     if torch.compiler.is_compiling():
         # A compiled graph would keep the release's number as a constant, and repeat its noise.
         raise RuntimeError(

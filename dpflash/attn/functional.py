@@ -183,7 +183,7 @@ def attention(
         o, lse = _document_by_document(q, k, v, pattern, key_padding_mask, bias, named)
         return (o, lse) if return_lse else o
     if torch.compiler.is_compiling():
-        # Dynamo refuses one tensor in several places of an autograd.Function.
+        # Dynamo refuses one tensor as two arguments of an autograd.Function.
         k = k.view_as(k) if k is q else k
         v = v.view_as(v) if v is q or v is k else v
     blocks = gates = None
@@ -316,7 +316,7 @@ def _bias(bias: object, q: Tensor, k: Tensor) -> Tensor:
         )
     dtype = torch.promote_types(q.dtype, torch.float32)
     if bias.dtype == torch.float64 and dtype != torch.float64:
-        # A bias of torch.finfo(torch.float64).min masks no key, so it must not become -inf.
+        # A bias of torch.finfo(torch.float64).min masks no key, so do not convert it to -inf.
         finite = torch.finfo(dtype)
         bias = torch.where(bias.isinf(), bias, bias.clamp(finite.min, finite.max))
     # Convert before expanding: samples share one copy, and the sum of gradients is rounded last.

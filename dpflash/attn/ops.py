@@ -319,7 +319,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 
 
 def _asked(given: Sequence[Any]) -> tuple[bool, bool]:
-    """Return a backward's options bias_grad and squares, False if they were left out."""
+    """Return (bias_grad, squares) of a backward's options; False for one that is left out."""
     bias_grad, squares = (*given[13:], False, False)[:2]
     return bias_grad, squares
 

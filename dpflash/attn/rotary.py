@@ -22,7 +22,7 @@ _MOST_ELEMENTS = 1 << 21
 
 
 class Turns(NamedTuple):
-    """The cosine and sine `[T, D / 2]` of the angle of each token and pair of coordinates."""
+    """Cosine and sine, `[T, D / 2]`, of the angles of each token's pairs of coordinates."""
 
     cos: Tensor
     sin: Tensor

@@ -34,7 +34,7 @@ from scipy.special import bdtr, bdtrc, betaincinv, expit, ndtri
 
 from dpflash.accounting import Accountant, gaussian_epsilon
 
-# Each rate gives two cuts: the scores with this false positive and this false negative rate.
+# Each rate gives two cuts: one with this false positive rate, one with this false negative rate.
 _TAILS = (0.5, 0.1, 0.01, 0.001)
 _GUESS_TAILS = np.geomspace(0.4, 1e-4, 20)
 # Least number of errors in a tail that a plan may use: the rate of fewer errors is uncertain.
@@ -254,7 +254,7 @@ def _cut(
     limit: float,
     claim: Claim | None,
 ) -> Cut:
-    """Return errors at one cut; each upper limit is too low with probability at most `limit`."""
+    """Return errors at one cut. Each upper limit is too low with probability <= `limit`."""
     positives = len(outside) - int(np.searchsorted(outside, score))
     negatives = int(np.searchsorted(inside, score))
     most = upper_limit(positives, len(outside), limit)
@@ -269,7 +269,7 @@ def _cut(
 
 
 def upper_limit(successes: int, trials: int, level: float) -> float:
-    """Return Clopper and Pearson's upper limit of a rate; too low with probability <= level."""
+    """Return Clopper and Pearson's upper limit of a rate, too low with probability <= `level`."""
     if successes >= trials:
         return 1.0
     return float(betaincinv(successes + 1, trials - successes, 1 - level))

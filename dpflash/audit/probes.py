@@ -66,8 +66,8 @@ class Noise:
     alone: NDArray[
         np.float64
     ]  # `[T, tables, m]`: the same at m elements to which no canary contributes
-    # `[T, tables, n]`: the released sums divided by the grid's spacing, claimed to be whole
-    # numbers; None if sums are not claimed to be exact
+    # `[T, tables, n]`: released sums divided by the grid's spacing, which must be whole numbers if
+    # sums are exact; None if sums are not claimed to be exact
     multiples: NDArray[np.float64] | None
     std_in_steps: float  # the claimed standard deviation divided by the grid's spacing
 
@@ -78,12 +78,12 @@ class Probes:
 
     inclusions: Contributions  # at the audited sample rate
     sampler: Drawn  # draws of the sampler alone, at the audited sample rate
-    # with few units, so that most rows are padding and some batches are empty
+    # of few units, so that most rows are padding and some batches are empty
     padding: Contributions
     divisor: Contributions  # with a background sum of many units
     packed: Contributions  # documents that share rows
     users: Contributions  # users of two entries each
-    layers: Contributions  # in the weights and biases of a linear layer and a norm
+    layers: Contributions  # to the weights and biases of a linear layer and a norm
     noise: Noise  # at the audited noise multiplier
     # `[T, tables, n]`: noise of releases without samples, over its claimed standard deviation
     empty: NDArray[np.float64]
@@ -154,7 +154,7 @@ class Prober:
     def packed(self) -> Contributions:
         """Measure releases of packed documents; unit 0 stands for padding, and is never drawn."""
         units, rate, releases = _PACKED
-        # exact=True requires documents that begin at multiples of 64 tokens; these do not.
+        # These documents do not begin at multiples of 64 tokens, as exact=True requires.
         exact = "auto" if self.privacy.exact is True else self.privacy.exact
         asked = self._asked(rate, releases, noise_multiplier=LITTLE, exact=exact)
         run = self._run(asked, units, kind=PackedRun, numbers=np.arange(1, units))

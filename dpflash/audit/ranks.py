@@ -93,7 +93,7 @@ def read_shards(audited: Audited, mesh: DeviceMesh) -> Contributions:
 class RankFindings:
     """The measurements of all ranks."""
 
-    # `[M, n]`, noise in rows of sharded tables, of all ranks one after another
+    # `[M, n]`, noise in rows of sharded tables, one rank after the other
     own: NDArray[np.float64]
     whole: tuple[NDArray[np.float64], ...]  # noise in whole tables, by rank
     shards: Contributions  # read by the first rank
@@ -132,7 +132,7 @@ class RankProbes:
         self._folder.cleanup()
 
     def read(self) -> RankFindings:
-        """Wait for both processes; raise RankFailure, with the output's end, if one has failed."""
+        """Wait for both processes; if one failed, raise RankFailure with its last output."""
         for process in self._processes:
             try:
                 printed, _ = process.communicate(timeout=_SECONDS)

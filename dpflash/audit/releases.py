@@ -93,8 +93,8 @@ def collate(entries: Sequence[_Batch]) -> _Batch:
 class Release:
     """One release of a run."""
 
-    # `[tables, canaries]`, float64 (in a sharded table this rank's rows): the released gradients
-    # times the public expected batch size, by which the engine claims to have divided them
+    # `[tables, canaries]`, float64 (of a sharded table, this rank's rows): released gradients,
+    # times the expected batch size by which the engine divides sums
     sums: NDArray[np.float64]
     background: float  # the sum in the parameter that all canaries share, else nan
     # `[canaries]`: how often the loader sampled each canary for the logical batch
@@ -211,7 +211,7 @@ class Run:
     def _read(self, drawn: NDArray[np.int64]) -> Release:
         factor = self.optimizer.expected_batch_size
         grads = [p.grad for p in self.model.parameters()]
-        # Of a sharded parameter, only this rank's rows are read.
+        # Read only this rank's rows of a sharded parameter.
         own = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
         read = [grad.double().flatten().cpu().numpy() for grad in own]
         background = math.nan

@@ -37,7 +37,7 @@ from .report import BLACK_BOX, SCORE_FALSE_ALARMS, WHITE_BOX, AuditReport
 from .scores import numbers_of, plan_for, releases_of, score
 from .strength import Strength
 
-# Warn if canaries in the data have a mean score this many standard errors below the others'.
+# Warn if the mean score of canaries in the data is this many standard errors below the others'.
 _REVERSED = 5.0
 _CURVE = np.concatenate([[0.0], np.geomspace(1e-4, 0.1, 12), np.linspace(0.15, 1.0, 18)])
 

@@ -21,7 +21,7 @@ from .layers import refused_modules
 from .report import ITSELF
 
 _MOST_GROUPS = 32
-# Smallest number of channels in a group if channels are the only dimension for the statistics.
+# Smallest number of channels in a group if statistics are over channels alone (1d).
 _LEAST_CHANNELS = 4
 
 

@@ -169,7 +169,7 @@ def _of_sample(
 def _apart(
     subject: Subject, a: Result, b: Result, floors: tuple[float, float]
 ) -> tuple[float, dict[str, float]]:
-    """Return relative differences above the tolerance: of the loss, and of gradients by name."""
+    """Return the differences of a and b above the tolerance: of losses, of gradients by name."""
     # Relative to the whole gradient: a single parameter's gradient may be rounding errors alone.
     loss_size, grad_size = map(max, a.sizes, b.sizes, floors)
     apart = {"": abs(a.loss - b.loss) / loss_size if loss_size else 0.0}

@@ -1,4 +1,4 @@
-"""First run of a check: loss_fn must return usable losses that train the model alone."""
+"""First run of a check: loss_fn must return usable losses that train only the model."""
 
 from __future__ import annotations
 

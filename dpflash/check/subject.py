@@ -139,7 +139,7 @@ class Subject:
         return losses
 
     def result(self, batch: Any, index: int = 0) -> Result:
-        """Return the loss `losses[index]`, or the scalar, with its gradients."""
+        """Return the loss `losses[index]` (or the scalar loss), with its gradients."""
         losses = self.losses(batch)
         if losses.ndim != (0 if self.loss_reduction else 1):
             raise ValueError(f"losses of shape {tuple(losses.shape)}")

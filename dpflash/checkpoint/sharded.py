@@ -191,7 +191,7 @@ def _fill(
 
 
 def _point_to(path: Path, name: str) -> bytes:
-    # The sub-folder's entries must be on the disk before the pointer.
+    # Flush the sub-folder's entries to the disk before the pointer to it is written.
     flush_folder(path)
     with checkpoint.replaced(path / POINTER) as file:
         file.write(f"{name}\n".encode())
@@ -304,7 +304,7 @@ def _read_tensors(
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
 ) -> None:
-    """Replace the shapes and specifications in `state` by the tensors of a folder."""
+    """Replace shapes and specifications in `state` by the tensors that the folder holds."""
     folder = path / name
     saved, names = state["optimizer"], _names(model, optimizer)
     if names != saved["names"]:

@@ -52,7 +52,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
         os.replace(temporary, path)
     except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
-        # torch.save's RuntimeError does not mention a full disk, but its context does.
+        # If the disk is full, only the context of torch.save's RuntimeError says so.
         said = error.__context__ if isinstance(error, RuntimeError) else error
         if isinstance(said, OSError) and said.errno is not None and said is not outer:
             raise OSError(said.errno, said.strerror, str(path)) from error

@@ -1,4 +1,4 @@
-"""Argument parsers that suggest a name for an unknown subcommand or option; tables of options."""
+"""Argument parsers, which suggest names for unknown subcommands and options; option tables."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def as_typed(message: str, parser: argparse.ArgumentParser) -> str:
             return options.get(f"no_{name}", f"no {option}")
         return option if value == "True" or not equals else f"{option} "
 
-    # Python code (`make_private(steps=)`, `optimizer.steps`), paths and quoted texts are kept.
+    # Keep Python code (`make_private(steps=)`, `optimizer.steps`), paths and quoted texts.
     option = r"(?<![\w.(/'\"-])([a-z_]+)\b(?!\()(=(?:(True|False|None)\b)?)?"
     parts = re.split(r"((?<!\w)'[^']*'|\([^()]*\))", message)
     parts[::2] = [re.sub(option, typed, part) for part in parts[::2]]

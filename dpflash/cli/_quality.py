@@ -126,7 +126,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _batch_sizes(args: argparse.Namespace) -> list[int]:
-    """Return the batch sizes to compare; for a single size also its half and double."""
+    """Return the batch sizes to compare; a single size is compared with its half and double."""
     sizes = sorted(set(args.batch_size))
     if len(args.batch_size) > 1:
         return sizes

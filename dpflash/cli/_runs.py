@@ -153,7 +153,7 @@ class Run:
         return -(-count // (self.bands or 1))
 
     def spills(self, delta: float) -> bool:
-        """Whether batches are truncated too often for any finite epsilon at delta."""
+        """Whether batches are truncated with a probability above delta: epsilon is infinite."""
         return self.count is not None and self.event(1.0).failure() * self.count >= delta
 
     def epoch(self) -> int:

@@ -35,7 +35,7 @@ _OPTIONS = {
 }
 _MODES = ("instantiate", "book_keeping", "ghost")
 _DEVICE_BYTES = 80 * 10**9  # memory of a GPU if --memory is not given
-_WITHIN = 100  # the longest sequence is found with a relative error of 1 / 100
+_WITHIN = 100  # relative error of the longest sequence that is found: 1 / 100
 _FAR = (
     16  # second guess / first guess; large, since another part of the step may have the peak there
 )

@@ -129,7 +129,7 @@ _MEASURED = (
     ("after non-private training", "nonprivate"),
 )
 
-# Names in braces are replaced by the defaults of Parallelism. A resumed run may pass others.
+# Names in braces are replaced by the defaults of Parallelism. A resumed run may change these.
 _SHARED = {
     "--context-parallel K": "number of ranks over which the tokens of each window are sharded; "
     "groups of K ranks divide the documents of a step (default: {context_parallel})",
@@ -263,7 +263,7 @@ def _print_error(rank: int, error: object) -> None:
 
 
 def _end(loss: str) -> None:
-    """End this process: its main thread waits for the lost rank and would not notice the loss."""
+    """End this process, whose main thread waits for the lost rank and would not notice."""
     print(file=sys.stderr)  # after a progress bar
     _print_error(_rank(), f"{loss}; resume the run with --resume")
     sys.stdout.flush()
@@ -289,7 +289,7 @@ def _job(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> Any:
     if "noise_multiplier" in given:
         given.setdefault("target_epsilon", None)
     elif (given.get("max_epsilon") or 0) > 0:
-        # With a default target above max_epsilon, the job would stop early.
+        # The default target must not exceed max_epsilon, at which the job would stop early.
         default = TrainingConfig.target_epsilon
         assert default is not None
         given.setdefault("target_epsilon", min(default, given["max_epsilon"]))

@@ -139,7 +139,7 @@ class PrivateBackward:
 
     @property
     def slots(self) -> dict[int, tuple[int, int]]:
-        """Map each parameter's id to (group, position in the group)."""
+        """Parameter ids -> (group, position in the group)."""
         return {
             id(parameter): (number, position)
             for number, group in enumerate(self.groups)
@@ -251,7 +251,7 @@ class PrivateBackward:
             watch.values.clear()
 
     def record_row(self, loss: Tensor) -> None:
-        """Like `record`, for the loss `[1]` of a row if the loop calls the model row by row."""
+        """Do as `record` for the loss `[1]` of one row, if a batch runs row by row."""
         if self.recording is not None:
             self.step.begin_trial()
             watch = self.recording.watch_row()
@@ -434,7 +434,7 @@ class PrivateBackward:
         self._rest()
 
     def expect_scalar(self, outputs: Any, size: int, inputs: Sequence[Tensor]) -> Any:
-        """Return the outputs; for a scalar loss, the isolation test will see their gradient."""
+        """Return the outputs, wrapped so that the test of a scalar loss sees gradients."""
         if self.loss_reduction is None or not self.proof.is_on:
             return outputs
         if self.place_trial is not None and self.place_trial.is_running:
@@ -456,7 +456,7 @@ class PrivateBackward:
             self._run = BackwardRun(watches=(watch, *own))
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
-        """Test the batch of a scalar loss, from its gradient's rows; see `ProvableBackward`."""
+        """Test a scalar loss by its gradient's rows at the outputs, see `ProvableBackward`."""
         if self._expected_size is not None:
             return  # For losses [B], `_prove` gives each loss a weight instead.
         with self.step.dropping():

@@ -49,7 +49,7 @@ class Ceilings:
         return f"{self.name} ({self.source})"
 
 
-# Nominal for one core of a server with vector instructions; only the figures' ratios matter.
+# Nominal speed of one core of a server with vector instructions. Only ratios matter.
 CPU_RULE = Ceilings({"float32": 1.5e11}, 2.0e10, launch=3e-6, name="CPU", source="nominal")
 _GPU_LAUNCH = 5e-6
 

@@ -96,7 +96,7 @@ def _explain_expanded(error: RuntimeError, call: _Call) -> None:
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     where = "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__"))
-    # Other errors, such as running out of memory, have a class of their own.
+    # Only plain RuntimeErrors: errors such as running out of memory have other classes.
     if not call.shared or type(error) is not RuntimeError or where.startswith("dpflash."):
         return
     names = ", ".join(f"'{name}'" for name in list(call.shared)[-3:])

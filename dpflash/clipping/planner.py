@@ -96,7 +96,7 @@ class LinearShape:
         return [Work(self._product, self._operands + self.stored_bytes, self._kernel(gpu))]
 
     def norm(self, gpu: bool) -> list[Work]:
-        """Return the work of norms, and of the magnitudes of the norms' terms, from (x, dy)."""
+        """Return the work to compute norms, and magnitudes of their terms, from (x, dy)."""
         product = Work(self.norm_flops(gpu), self._operands, self._kernel(gpu))
         return [Work(moved=self._operands), product]
 
@@ -207,7 +207,7 @@ class HeadShape(LinearShape):
         return self.batch * self.tokens * self.outputs * max(_ELEMENT, self.dtype.itemsize)
 
     def _dlogits(self) -> list[Work]:
-        """Count the product, and three element-wise operations on its result: sub, exp, mul."""
+        """Return the work of dlogits: a product, then three element-wise operations."""
         product = Work(self._product, self._operands, _name(self.dtype))
         return [product, Work(moved=6 * self._logits)]
 
@@ -404,7 +404,7 @@ class Planner:
     ghost_allowed: bool
     book_keeping_allowed: bool = True
     ceilings: Ceilings = CPU_RULE
-    # A cache: models have few different shapes, and each gate calls `plan` in every step.
+    # A cache, since each gate calls `plan` in every step, and models have few shapes.
     _faster: dict[tuple[LinearShape, ...], str] = field(default_factory=dict, repr=False)
 
     def plan(self, uses: Mapping[int, Sequence[LinearShape]]) -> Plan:

@@ -70,8 +70,8 @@ class BlockChoice(NamedTuple):
 # A call holds up to 13 temporary tensors, each as large as a shard, besides its results o, dq, dk
 # and dv. With eight parts, they take less than half the memory of the results.
 _MOST_PARTS = 8
-# Least bytes of keys in one exchange of a part. In smaller parts the network's latency would
-# dominate and, on a GPU, there would be too few queries for all multiprocessors.
+# Least bytes of keys in one exchange of a part. With smaller parts, the network's latency would
+# dominate, and a GPU's multiprocessors would not all have queries.
 _LEAST_BYTES = {"cpu": 2**20, "cuda": 2**23}
 
 
@@ -82,7 +82,7 @@ class ShardedCall:
     sharded: ShardedPattern  # the pattern over the sharded sequence
     group: ProcessGroup  # the ranks that share the sequence
     scale: float  # softmax scale
-    by_chunk: bool  # compute each pair of chunks separately, as ALiBi's distances need it
+    by_chunk: bool  # compute each pair of chunks separately, since ALiBi needs distances
     # attention backend of the forward and the backward
     backend: str = field(default_factory=current_backend)
 
@@ -138,7 +138,7 @@ class ShardedCall:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sums x over the ranks; the backward sums the gradient over the ranks too."""
+    """Sums x over the ranks. The backward also sums the gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -187,7 +187,7 @@ class BlockwiseForward:
         self._merged: tuple[Tensor, Tensor] | None = None
 
     def add(self, pieces: Iterable[Piece], k: Tensor, v: Tensor) -> None:
-        """Merge the results over the pieces of a shard's k and v `[B, G, S, D]`."""
+        """Add attention over the pieces of a shard's k and v, `[B, G, S, D]`, to the results."""
         for piece in pieces:
             rows = piece.queries
             inputs = _inputs_of(piece, self._q, k, v, *self._options)

@@ -30,7 +30,7 @@ class ShardedPattern:
     num_heads: int  # H
     num_kv_heads: int  # G
     layout: Layout  # which tokens each rank holds
-    whole: ShardedPattern | None = None  # the pattern with all heads, if this one has some heads
+    whole: ShardedPattern | None = None  # the pattern of all heads, if this one is of some heads
     first_head: int = 0  # index of the first query head in `whole`
 
     @property
@@ -92,7 +92,7 @@ class Share(NamedTuple):
     """The work of one rank, and the numbers of key rows that its queries attend to."""
 
     edges: int  # number of (query, key) pairs over all heads
-    rows: tuple[int, ...]  # for each rank, how many of its key rows (key head, token) are needed
+    rows: tuple[int, ...]  # number of each rank's key rows (key head, token) that are needed
 
 
 @functools.lru_cache(maxsize=64)
@@ -183,7 +183,7 @@ def add_packed_(whole: Tensor, packed: Tensor, needed: NeededRows) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _graph_of_queries(sharded: ShardedPattern, rank: int) -> TileGraph:
-    """Return the part of the whole graph that has the queries of a rank, on the CPU."""
+    """Return the part of the whole tile graph with the queries of a rank, on the CPU."""
     with real_cpu_tensors():
         return restrict(
             graph_of(sharded, torch.device("cpu")),
@@ -203,7 +203,7 @@ def _seen_keys(sharded: ShardedPattern, rank: int) -> Tensor:
 
 
 def _of_shard(seen: Tensor, sharded: ShardedPattern, rank: int) -> Tensor:
-    """Return the columns `[G, S]` of seen `[G, T]` for a rank's tokens, in local order."""
+    """Return the columns of `seen`, `[G, T]`, at a rank's tokens, `[G, S]`, in local order."""
     with real_cpu_tensors():
         shard = seen.new_zeros((len(seen), sharded.tokens(rank)))
         for start, length, local in sharded.chunks(rank):

@@ -28,7 +28,7 @@ class _Speed(NamedTuple):
     flops: float  # FLOP/s of attention kernels
     memory: float  # bytes/s, reads and writes together
     link: float  # bytes/s that a rank sends
-    exchange: float  # seconds that an exchange and the kernels around it take at least
+    exchange: float  # least time of an exchange with its kernels, in seconds
 
 
 # By device type, not by device name, since all ranks must choose the same mode. "cpu": one core of

@@ -42,7 +42,7 @@ RULES: dict[object, type[PrivateModule]] = {
     "peft.tuners.trainable_tokens.layer.TrainableTokensLayer.forward": PrivateTrainableTokens,
 }
 
-# Modules without parameters of their own whose layers have rules.
+# Rules of modules without parameters of their own.
 BLOCK_RULES: dict[object, type[PrivateModule]] = {
     "dpflash.nn.attention.MultiheadAttention.forward": PrivateMultiheadAttention,
     # Needed even if only the output projection is trained, which is a layer with its own rule.

@@ -142,7 +142,7 @@ def _of_samples(terms: Tensor | None, units: Units | None) -> Tensor:
 
 
 class PrivateMultiheadAttention(PrivateModule):
-    """`dpflash.nn.MultiheadAttention`: if possible, one autograd node with the projections."""
+    """`dpflash.nn.MultiheadAttention`, with its projections as one autograd node if possible."""
 
     def _output(
         self,
@@ -156,8 +156,8 @@ class PrivateMultiheadAttention(PrivateModule):
     ) -> Tensor:
         module: Any = self
         plain = module.pattern is None and module.sinks is None and module.alibi_slopes is None
-        # Masks of scores, tokens on other ranks, dropout, and patterns chosen at run time need the
-        # ordinary forward.
+        # The ordinary forward is needed for masks of scores, tokens on other ranks, dropout, and
+        # patterns that are chosen at run time.
         masked = attn_mask is not None or (plain and key_padding_mask is not None)
         split = module.context_parallel is not None
         dropped = module.training and module.dropout > 0

@@ -87,7 +87,7 @@ class ModuleContext:
         return self.longest
 
     def note_left_out(self, cache: Any) -> bool:
-        """Note that a call leaves out `cache`; return False if it was the last one left out."""
+        """Note that a call leaves out `cache`; return False if the previous one did so too."""
         last, self.left_out = self.left_out, weakref.ref(cache)
         return last is None or last() is not cache
 
@@ -165,7 +165,7 @@ class _OfPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: Tensor, units: Units) -> Tensor:
         ctx.units = units
-        # All entries of a handle are the same parameter: expand the first one.
+        # A handle repeats the same parameter for each unit: expand its first entry.
         return handle[:1].expand(units.positions, *handle.shape[1:])
 
     @staticmethod
@@ -241,7 +241,7 @@ class Handles:
             return handle
         parameter = self._parameters[name]
         assert parameter is not None
-        # With mixed precision, the gathered values have another dtype.
+        # With mixed precision, the gathered values have another dtype than the handle.
         return parameter.detach() + (handle - handle.detach()).to(parameter.dtype)
 
     def slot(self, name: str, shape: LinearShape) -> Slot | None:
@@ -378,7 +378,7 @@ def plain_copy(module: nn.Module) -> nn.Module:
 
 
 def copy_to_store_in(module: nn.Module) -> nn.Module:
-    """Return a copy for a forward that stores tensors, so that later batches do not see them."""
+    """Return a copy whose forward may store tensors, which later batches then do not see."""
     made, copies = plain_copy(module), dict[int, Any]()
     for name, value in made.__dict__.items():
         if name not in OF_TORCH:

@@ -47,7 +47,7 @@ _HOOKS = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
 
 
 class Layer(NamedTuple):
-    """A module whose parameters are not owned by a layer above it."""
+    """A module whose parameters no module above it owns."""
 
     name: str  # dotted; "" for the model itself
     module: nn.Module
@@ -84,7 +84,7 @@ def check_model(model: nn.Module) -> list[Layer]:
 
 
 def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> None:
-    """Like `check_model`, for one module. `is_inside`: a layer above owns its parameters."""
+    """Check one module as `check_model` does. `is_inside`: a layer above owns its parameters."""
     if isinstance(module, PrivateModule):
         raise ValueError(f"module '{name}' is private already; call engine.detach(model) first")
     if type(module).__name__.startswith("GradSampleModule"):
@@ -394,7 +394,7 @@ def make_groups(
     clipping: str,
     bounds: Bounds | None = None,
 ) -> list[Group]:
-    """Return the groups for `clipping`; their bounds are equal unless `bounds` are given."""
+    """Return the clipping groups for `clipping`, with equal bounds unless `bounds` are given."""
     if clipping == "flat":
         return flat_groups(trained)
     wanted = {id(p) for p in trained}

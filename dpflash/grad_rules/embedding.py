@@ -114,7 +114,7 @@ class Tables(TorchFunctionMode):
 
 
 def padding_rows(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Return the `padding_idx` of each table that no other layer of a plain model uses."""
+    """Return the `padding_idx` of each table, except tables that other layers also use."""
     uses: dict[nn.Parameter, set[int | None]] = {}
     for module in model.modules():
         row = None
@@ -130,7 +130,7 @@ class FrozenTable(PrivateModule):
     """A table that is not trained and whose class has its own forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.is_private_call()  # Raises if a parameter was frozen at make_private but is not now.
+        self.is_private_call()  # raises if frozen parameters became trainable
         with Tables(self._dpflash.backward.forward):
             return super().forward(*args, **kwargs)
 

@@ -74,7 +74,7 @@ class Routing:
 
 
 class _Sorted(torch.autograd.Function):
-    """x[order] for x `[S, ...]`, where order is a permutation."""
+    """x[order] for x `[S, ...]` and a permutation `order`, with a backward that needs no sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ class PrivateExperts(PrivateModule):
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether a module is transformers' experts, with a forward from its registry."""
+    """Return whether a module holds transformers' experts, with a forward from the registry."""
     forward = plain_forward(module)
     where = getattr(forward, "__globals__", {}).get("__name__")
     return where == "transformers.integrations.moe" and hasattr(module, "is_transposed")

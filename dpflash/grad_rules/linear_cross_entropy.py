@@ -67,7 +67,7 @@ class Head:
         return self.scale, self.x, self.targets, self.lse
 
     def in_one_row(self) -> Head:
-        """Return the head with the same tokens in a single row, `[1, B T]`."""
+        """Return the same head with all tokens in a single row, `[1, B T]`."""
         tensors = (self.x, self.targets, self.lse, self.scale)
         x, targets, lse, scale = (t.flatten(0, 1).unsqueeze(0) for t in tensors)
         return replace(self, x=x, targets=targets, lse=lse, scale=scale)
@@ -360,7 +360,7 @@ class PrivateLinearCrossEntropy(PrivateLinear):
 def _statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (lse, lse - the target's logit), each [B, T]."""
+    """Return (log-sum-exp of logits, that minus the target's logit), each [B, T]."""
     lse, nll = _fake_statistics(x, weight, bias, targets, chunk_tokens)
     with _no_autocast(x):
         for samples, tokens in _chunks(x, chunk_tokens):

@@ -109,7 +109,7 @@ class FrozenBatchNorm(PrivateModule):
                 f"module '{self._dpflash.name}' is a batch norm in training mode, in which it "
                 "mixes the samples of a batch; call its .eval() after model.train()"
             )
-        self.is_private_call()  # Raises if a parameter was frozen at make_private but is not now.
+        self.is_private_call()  # raises if frozen parameters became trainable
         return super().forward(input)
 
 

@@ -86,7 +86,7 @@ class PrivateOwner(PrivateModule):
         own = [n for n in self._dpflash.slots if handles[n] is not None]
         owned = {n: handle for n in own if (handle := handles.values(n)) is not None}
         if batch_size == 0:
-            # Gradients are empty, but the gate must join the exchange with other ranks.
+            # Gradients are empty, but the gate must take part in the exchange between ranks.
             nothing = sum(handle.sum() for handle in owned.values())
             outputs = super().forward(*args, **kwargs)
             return tree_map_only(
@@ -101,7 +101,7 @@ class PrivateOwner(PrivateModule):
             outside = _Outside(described(self), batch_size, level, device, dtype)
             own_copy.__dict__["_modules"] = {n: outside.of(m) for n, m in self._modules.items()}
             own_copy.__dict__["_parameters"] = {**self._parameters, **parameters}
-            # Modules expect a batch dimension, which has one sample under vmap.
+            # Modules expect a batch dimension: under vmap, give them a batch of one sample.
             rows = [
                 x if dim is None else x.unsqueeze(0)
                 for x, dim in zip(inputs, in_dims, strict=True)
@@ -232,7 +232,7 @@ class PrivateOwner(PrivateModule):
                 expected = run(of_batch)
                 if RandomState(device).equals(random_state):
                     return expected
-                # Masks depend on the order of elements in memory, so compare without dropout.
+                # Dropout masks depend on the order of elements in memory, so compare without them.
                 with WithoutDropout():
                     if not _is_equal(run(one_by_one), run(of_batch)):
                         self._refuse_mixing()
@@ -438,7 +438,7 @@ class _Outside:
         self.dtype = dtype
 
     def of(self, module: nn.Module | None) -> nn.Module | None:
-        """Return a copy of a layer whose calls run the layer itself on the whole batch."""
+        """Return a stand-in for a layer. Its calls run the layer itself on the whole batch."""
         if module is None:
             return None
         made = object.__new__(_type_outside(plain_class(module)))
@@ -466,7 +466,7 @@ class _Outside:
         return x
 
     def parameter(self, module: nn.Module, name: str) -> Any:
-        """Return a layer's parameter for the owner's forward: its handle, as a vmap batch."""
+        """Return the handle of a layer's parameter, as a vmap batch, for the owner's forward."""
         parameter = module._parameters[name]
         if parameter is None or not (parameter.requires_grad and torch.is_grad_enabled()):
             return parameter
@@ -487,7 +487,7 @@ class _Outside:
         )
 
     def call(self, module: nn.Module, outside: Any, args: Any, kwargs: Any) -> Any:
-        """Run a layer on the whole batch, and return its outputs as a vmap batch of samples."""
+        """Run a layer on the whole batch, and return the outputs as a vmap batch of samples."""
         if _functorch.maybe_current_level() is None:
             raise RuntimeError(
                 f"{self.owner} has layers below it that activation checkpointing recomputes. Pass "

@@ -223,7 +223,7 @@ class PrivateRecurrent(PrivateModule):
     batch_first: bool
     bidirectional: bool
 
-    # Arguments have the names of the plain layers' arguments, since calls may use keywords.
+    # The arguments' names are those of the plain layer, since calls may use keywords.
     def forward(self, input: Any, hx: Any = None) -> Any:
         if not self.is_private_call():
             return super().forward(input, hx)

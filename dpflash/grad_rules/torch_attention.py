@@ -130,7 +130,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
         return out if self.batch_first else out.transpose(0, 1), weights
 
     def _batch_first(self, *inputs: Tensor) -> list[Tensor]:
-        """Return the inputs with the batch first; an input given twice stays one tensor."""
+        """Return the inputs with the batch first; equal inputs stay one tensor."""
         context, found = self._dpflash, {}
         for x in inputs:
             if x.is_nested or x.ndim != 3:
@@ -216,7 +216,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
     def _mask(
         self, q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: Tensor | None
     ) -> Tensor | None:
-        """Merge both masks into one, to broadcast to [B, H, T, S] and add to the scores."""
+        """Merge both masks into one that can be broadcast to [B, H, T, S] and added to scores."""
         batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
         learned = int(self._parameters.get("bias_k") is not None)
         shapes = (queries, keys - learned), (batch * self.num_heads, queries, keys - learned)

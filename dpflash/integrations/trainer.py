@@ -331,7 +331,7 @@ class DPTrainer(Trainer):
         privacy = self._privacy
         if privacy.verify_first_batch:
             example = self._tried_example(loader)
-            # torch.compile would compile once more for the example's shape.
+            # Not with torch.compile, which would compile once more for the example's shape.
             if privacy.example is None and self._performance.optimize != "aggressive":
                 privacy = replace(privacy, example=example)
         self.create_optimizer()
@@ -702,7 +702,7 @@ class DPTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Run Trainer's prediction step; of packed documents return the losses, not their mean."""
+        """Run Trainer's prediction step; for packed documents return losses, not their mean."""
         if self._private_loader is not None and not self._has_met_drawn:
             given = [x for _, x in tensors_of(inputs)]
             self._has_met_drawn = bool(self._private_loader.seen.drawn(given))

@@ -281,7 +281,7 @@ def _mask(
     else:
         names = set(_names(mask_function))
     if compiling and local_size is not None:
-        # A compiled call cannot inspect the function, so chunks are recognized by their size.
+        # When compiling, the function cannot be inspected, so recognize chunks by their size.
         if local_size == getattr(config, "attention_chunk_size", None):
             names.add("chunked_overlay")
     if use_vmap or not names <= _FOLLOWED:
@@ -296,7 +296,7 @@ def _mask(
                 "cache that grows",
                 _UNCACHED,
             )
-        # The keys of the queries' own tokens are the last keys filled so far.
+        # Number of keys filled so far; the last of them are of the queries' own tokens.
         known = int(q_offset) + q_length - int(kv_offset)
     if attention_mask is not None:
         attention_mask = attention_mask[:, int(kv_offset) :][:, :known]
@@ -561,7 +561,7 @@ def _pattern(
             return documents & _sliding_window(sliding_window, causal)
         return documents
     if queries == 1:
-        # The mask of a single query includes the window, see `_mask`.
+        # With a single query the mask includes the window, see `_mask`.
         if sliding_window is not None and sliding_window < keys and padding is None:
             _refuse_data(
                 f"sliding_window={sliding_window} with 1 query, more keys and no mask",

@@ -25,7 +25,7 @@ from ..packing import PackTo, Pairs
 from .sample_losses import SampleLoss, plain_model
 from .trainer import DPTrainer
 
-# Assumed mean tokens per document; if documents are shorter, microbatches are partly empty.
+# Assumed mean tokens per document. With shorter documents, microbatches are partly empty.
 _TOKENS_OF_DOCUMENT = 64
 _NO_OFFLOADING = ((False,), "use gradient_checkpointing=True")
 # The values of loss_type with which a pair's loss depends on that pair alone.

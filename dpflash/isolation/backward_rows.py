@@ -64,7 +64,7 @@ class WatchedRows(Watch, Protocol):
     """A watch that sees the handles' gradients even if a backward does not run the gates."""
 
     def dense(self, slot: Slot, layer: str, grad: Tensor | None) -> Tensor | None:
-        """Record the gradient of a handle; return it, or a stand-in."""
+        """Record a handle's gradient; return the gradient to pass on, perhaps a stand-in."""
 
 
 @dataclass
@@ -127,7 +127,7 @@ class BackwardRows:
         return grad.new_zeros(()).expand_as(grad)
 
     def _see(self, slot: Slot, layer: str, rows: Tensor, units: Units | None = None) -> None:
-        """Record rows `[B, ...]`; with units, rows `[n, ...]` of the entries of all units."""
+        """Record rows `[B, ...]` or, with units, the entries `[n, ...]` of all units."""
         rows = rows.detach()
         if not rows.ndim or (len(rows) if units is None else units.size) != len(self.weights):
             self.is_foreign = True
@@ -150,7 +150,7 @@ class BackwardRows:
 
 
 def allow_second_backwards() -> None:
-    """Make torch.compile keep a graph's saved tensors for a second backward, in this thread."""
+    """Make torch.compile, in this thread, keep saved tensors for a second backward."""
     from torch._functorch import config  # slow to load
 
     config.donated_buffer = False

@@ -81,7 +81,7 @@ class LeftAlone:
         self._known: dict[tuple[object, ...], object] = {}
 
     def varying(self, call: Call) -> str | None:
-        """Return the first argument whose contents may differ from earlier calls, or None."""
+        """Return the first argument with other contents than in earlier calls, or None."""
         found = None
         for name, place, leaf in call.rest():
             key = (name, place, getattr(leaf, "shape", None))

@@ -33,7 +33,7 @@ class ReplacedLabels:
         """Return whether a label of the samples `real` `[U]` needs more trials, see `_ENOUGH`."""
         for place, x in _labels(batch, real, units):
             own, (tried, *ways) = set(x), self._of(place)
-            # If all samples have one label, a trial would not change any label.
+            # Only with several labels: if all samples have one label, a trial changes no label.
             if len(own) > 1 and len(tried) < _MOST:
                 if any(tried[v] < _ENOUGH and not all(way[v] for way in ways) for v in own):
                     return True

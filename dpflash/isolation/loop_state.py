@@ -113,7 +113,7 @@ class Options:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 own = {name: value for name, value in group.items() if name != "params"}
-                # Tensors are copied too: schedulers write into options that are tensors.
+                # Copy tensors too, since schedulers write into options that are tensors.
                 self._held.append((group, copied(own, {}, with_tensors=True)))
         self._options = len(self._held)
         for scheduler in schedulers:
@@ -129,7 +129,7 @@ class Options:
             for name, value in held.items():
                 now: Any = own.get(name)
                 if _is(value, Tensor) and _is(now, Tensor) and now.shape == value.shape:
-                    # Written in place, since other objects may reference the tensor.
+                    # Write in place, since other objects may reference the tensor.
                     if not is_same(now, value):
                         now.copy_(value)
                 elif number < self._options:
@@ -191,7 +191,7 @@ def _contents_of(cell: CellType) -> list[Any]:
 
 
 def restore_of(value: Any) -> partial[Any] | None:
-    """Return a partial, whose last argument is the generator's state, to restore it, or None."""
+    """Return a partial that restores the state (its last argument) of a generator, or None."""
     if not _is(value, *_GENERATORS):
         return None
     if _is(value, torch.Generator):

@@ -212,7 +212,7 @@ class PlaceTrial:
             self._waits_for_gradients = len(self._runs) == len(places)
 
     def attach(self, backward: _Backward) -> None:
-        """Set the function (outputs, their gradients) that runs the backward of a run."""
+        """Set the function of (outputs, gradients of outputs) that runs a run's backward."""
         self._backward = backward
 
     def begin(self) -> None:
@@ -273,7 +273,7 @@ class PlaceTrial:
                 module.training = True
 
     def take_scalar(self, loss: Tensor) -> bool:
-        """Run a scalar loss's backward to the leaves of `ends_at`; False if there are none."""
+        """Run a scalar loss's backward to the leaves of `ends_at`; return False without leaves."""
         if self._ends:
             torch.autograd.backward(loss, inputs=[own for _, own in self._ends])
         return bool(self._ends)
@@ -351,7 +351,7 @@ class PlaceTrial:
         count = len(self._places[0].kept)
         if self._is_random or any(x.shape != now.shape or len(x) != count for x in (*before, now)):
             return
-        # Hugging Face's float64 models compute norms and rotary positions in float32.
+        # Also float32, in which Hugging Face's float64 models compute norms and positions.
         eps = _epsilon(self._dtypes | {now.dtype, torch.float32})
         rounding = eps ** (2 / 3)
         if sizes is not None and eps > _COARSE:

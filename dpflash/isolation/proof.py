@@ -28,7 +28,7 @@ from .backward_rows import BackwardRows, ProvableBackward, differentiate
 from .comparison import changed_use
 from .forward_rows import is_scalar
 
-# The number of samples, of one or several batches, after which a model counts as proven.
+# Number of compared samples, over all batches, after which a model counts as proven.
 _ENOUGH = 16
 # While a name is unproven, the first 8 batches are tried, and later batches at powers of two.
 _ALL_TRIED = 8
@@ -119,7 +119,7 @@ class _Mode:
         refusal: why a scalar that the model returns is not accepted as its loss, or None.
     """
 
-    # Some models have no arguments in which samples could be replaced.
+    # Patient, since some models have no arguments in which samples could be replaced.
     layers: _Progress = field(default_factory=lambda: _Progress(is_patient=True))
     uses: _Progress = field(default_factory=_Progress)
     is_trained: bool = False
@@ -364,7 +364,7 @@ class Proof:
                 raise PrivateRefusal(refusal) from None
             owner.refuse_reduction([x for x, _ in reached], [g for _, g in reached], size)
             if proof._calls == 1 and all(x.ndim and x.shape[0] == size for x, _ in reached):
-                # Autograd also runs layers of outputs that the loss does not use, with zeros.
+                # Leave out zeros: autograd also visits outputs that the loss does not use.
                 pairs = zip(inner, grads, strict=True)
                 rows = [(x, g) for x, g in pairs if x.shape[:1] == (size,)]
                 seeds = [torch.zeros_like(x) if g is None else g for x, g in rows]
@@ -471,7 +471,7 @@ class ComparedBackward(BackwardRows):
         try:
             self._proof.refuse(refusal)
         except PrivateRefusal as error:
-            # Stored, so that a loop that catches the error receives the error again.
+            # Report the message, so that a loop that catches the error gets the error again.
             self._refused(str(error))
             raise
         included = self.real & ~self.left_out & ~self._before.left_out
@@ -485,7 +485,7 @@ class ComparedBackward(BackwardRows):
         self._proof._record_uses(gate, samples, found)
 
     def _shows(self, rows: Tensor) -> bool:
-        """Whether `rows` `[B]` has kept samples to compare, and others that were changed."""
+        """Whether `rows` `[B]` includes both a sample to compare and a changed sample."""
         kept, others = rows & self._kept, rows & ~self._kept
         return bool(kept.any()) and (len(rows) == 1 or bool(others.any()))
 
@@ -502,7 +502,7 @@ class _Crossing(torch.autograd.Function):
         ctx.prove = prove
         ctx.outputs = outputs
         ctx.set_materialize_grads(False)
-        # Cloned, since the user may change the outputs in place.
+        # Clone the outputs, which the user may change in place.
         return tuple(x.clone() for x in outputs)
 
     @staticmethod

@@ -30,7 +30,7 @@ def entries_of(batch: Any, size: int) -> Iterator[tuple[str, Tensor]]:
 def mask_sums(batch: Any, size: int) -> Iterator[Tensor]:
     """Yield, for each mask in a batch, the number of ones in each row, `[B]`, fp64."""
     for _, x in entries_of(batch, size):
-        # torch cannot compare numbers of every 8-bit floating-point type.
+        # Not float8: torch cannot compare numbers of every 8-bit floating-point dtype.
         if x.ndim < 2 or not x.numel() or x.itemsize == 1 and x.is_floating_point():
             continue
         if bool(((x == 0) | (x == 1)).all()):

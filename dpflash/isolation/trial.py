@@ -28,7 +28,7 @@ from .recording import Recording
 from .sandbox import Sandbox
 from .schedule import Schedule
 
-# Rows that must be compared one at a time before `engine.verified` is "by construction".
+# Number of rows to compare one at a time before `engine.verified` is "by construction".
 _ENOUGH = 16
 
 _CHANGED = (
@@ -177,7 +177,7 @@ class Trial:
         return self._alteration
 
     def end(self) -> None:
-        """End the altered microbatch; the microbatch itself begins in the same state."""
+        """End the altered microbatch, and restore the state for the microbatch itself."""
         self._of_altered = self.sandbox.attributes()
         self.sandbox.leave()
         self.is_altered = False

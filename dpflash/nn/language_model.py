@@ -250,7 +250,7 @@ class LongContextLM(nn.Module):
             # [1, T], not [T]: dimension 0 of every layer's input is the batch.
             position_ids = positions.unsqueeze(0) if packed is None else packed.position_ids
             if torch.compiler.is_compiling():
-                # A compiled private layer must read the batch size from dimension 0.
+                # A compiled private layer reads the batch size from dimension 0.
                 position_ids = position_ids.expand_as(tokens)
             x = x + self.position_embedding(position_ids)
         x = self.embedding_dropout(x)

@@ -142,7 +142,7 @@ def compare_bands(
             )
             found.append(run)
             errors.append(run.expected_error)
-            # Beyond the number of bands with the smallest error, the error only increases.
+            # Stop: above the number of bands with the smallest error, errors only increase.
             if bands is None and len(errors) > 2 and errors[-3] < errors[-2] < errors[-1]:
                 break
     if not found:

@@ -39,7 +39,7 @@ def correlated(z: Sequence[int], integers: Sequence[int]) -> list[int]:
 
 
 def independent(y: Sequence[int], integers: Sequence[int]) -> list[int]:
-    """Return C y in units of 2^-8 of the grid; it is z up to a rounding of half a grid unit."""
+    """Return C y in units of 2^-8 of the grid, which is z up to half a grid unit of rounding."""
     return [(value << FRACTION_BITS) + _past(y[:t], integers) for t, value in enumerate(y)]
 
 

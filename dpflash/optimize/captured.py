@@ -286,7 +286,7 @@ class _CapturedCall:
         recorder: Recorder = CudaGraphs(_device(backward))
         _refuse_hooks(module)
         self._module, self._backward = module, backward
-        # Graphs read these tensors by address, so they would not see tensors that replace them.
+        # Graphs read these tensors by address, so graphs would not see tensors that replace these.
         self._held = _tensors_in(module)
         self._places = _places(self._held)
         leaves, structure = tree_flatten(arguments)
@@ -507,7 +507,7 @@ class _Seen(TorchDispatchMode):
         return made is not None and not made.expired()
 
     def refusal(self) -> str | None:
-        """Return why the forward cannot be captured, or None; call it after deleting outputs."""
+        """Return why the forward cannot be captured, or None. Delete outputs before the call."""
         gc.collect()
         if self._refusal is None and not all(made.expired() for made in self._made.values()):
             return "its forward keeps tensors that it does not return, on the model or in a list"
@@ -639,7 +639,7 @@ def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
 def _refuse_hooks(module: nn.Module) -> None:
     for name, m in module.named_modules():
         hooks = [m._backward_hooks, m._backward_pre_hooks]
-        # Forward hooks of the model itself run outside of the captured forward, so they may stay.
+        # Forward hooks of the model itself may stay: they run outside of the captured forward.
         hooks += [m._forward_hooks, m._forward_pre_hooks] if name else []
         if any(hooks):
             raise NotCaptured(f"module '{name}' has hooks, which a replay would not call")

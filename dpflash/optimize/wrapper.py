@@ -123,7 +123,7 @@ class ForwardWrapper:
         """Return the attention backend of the model or, if none was set, of the loop."""
         asked = self._attention_backend
         asked = current_backend() if asked == AUTO else asked
-        # Both backwards of ghost clipping must give equal gradients; FAST does not ensure this.
+        # Both backwards of ghost clipping must give equal gradients, which FAST does not ensure.
         return AUTO if asked == FAST and self._backward.planner.may_be_ghost else asked
 
     def put(self) -> None:
@@ -164,7 +164,7 @@ class ForwardWrapper:
         """Context in which calls of single layers with rows of the private loader raise."""
 
         def refuse(module: nn.Module, args: Any, kwargs: Any) -> None:
-            # Tensors with a grad_fn were computed by layers and have other rows.
+            # A tensor with a grad_fn was computed by a layer, so its rows are not the loader's.
             if not self._runs_plain:
                 self._refuse_private([x for x in _tensors((args, kwargs)) if x.grad_fn is None])
 
@@ -626,7 +626,7 @@ def _class_with(original: type[nn.Module], methods: dict[str, Any]) -> type[nn.M
 
 
 def _guards(original: type[nn.Module], wrapper: ForwardWrapper, prefix: str) -> dict[str, Any]:
-    """Return methods that check the model's state before a save or copy, and note a load."""
+    """Return methods that check the model's state before a save or copy, or accept a load."""
     unchanged = wrapper.unchanged
     if unchanged is None:
         return {}

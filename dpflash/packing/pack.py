@@ -308,7 +308,7 @@ def _entries(units: Units, given: Sequence[Parts]) -> dict[str, Tensor]:
 
 
 def cu_seqlens_of(units: Units, inner: Iterable[int]) -> Tensor:
-    """Return ``cu_seqlens`` of a `PackedBatch`; `inner` holds the borders within samples."""
+    """Return ``cu_seqlens`` of a `PackedBatch`; `inner` are borders of documents in a sample."""
     rows, width = units.shape
     borders = {0, units.positions, *(end for span in units.spans for end in span), *inner}
     borders |= set(range(0, units.positions, width))

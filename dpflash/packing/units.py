@@ -149,7 +149,7 @@ class Units:
         return pad_sequence(entries, batch_first=True)
 
     def describes(self, x: Tensor) -> bool:
-        """Return whether x `[*shape]` holds unit numbers or positions of tokens, not contents."""
+        """Return whether x `[*shape]` holds numbers of units or positions, and not contents."""
         if self.are_rows or x.is_floating_point() or tuple(x.shape) != self.shape:
             return False
         flat, index = x.detach().flatten().cpu(), self.index

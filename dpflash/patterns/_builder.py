@@ -122,7 +122,7 @@ def _merged(intervals: Ints, num_blocks: int) -> tuple[Ints, Ints, Ints]:
     """Sort intervals into (row, begin, end); merge those of a row that overlap or touch."""
     bounds = intervals[:, 1:].clip(0, num_blocks)
     kept = bounds[:, 0] < bounds[:, 1]
-    # The rows are laid one after another on one line, with a gap so that they never touch.
+    # Put the rows on one line, one after the other, with gaps so that rows never touch.
     offset = intervals[kept, 0] * (num_blocks + 1)
     order = np.argsort(offset + bounds[kept, 0], kind="stable")
     begin, end = (offset + bounds[kept, 0])[order], (offset + bounds[kept, 1])[order]

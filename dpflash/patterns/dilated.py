@@ -270,7 +270,7 @@ def _column_classes(
 
 
 def _classes(labels: np.ndarray, rates: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Cover the nonzero labels by disjoint (stride, phase, label), smallest strides first."""
+    """Divide nonzero labels into progressions (stride, phase, label), smallest strides first."""
     window = len(labels)
     labels = labels.copy()
     strides = {1}

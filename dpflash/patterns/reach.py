@@ -19,7 +19,7 @@ def reaches_all(pattern: Pattern, tokens: int, heads: int = 1) -> bool:
     if isinstance(pattern, Adaptive):
         return True  # any block may be chosen
     if isinstance(pattern, SlidingWindow) and pattern.reach[0] > 0:
-        return True  # each token sees the one before it; the loop would take T / window rounds
+        return True  # each token sees the previous one, so no loop of T / window rounds is needed
     side = pattern.graph(tokens, heads).rows
     groups, runs = side.groups.long().numpy(), side.runs.long().numpy()
     reached = np.zeros(tokens, dtype=bool)

@@ -134,7 +134,7 @@ class Ledger:
 
     @property
     def has_grown(self) -> bool:
-        """Whether the file has lines that this object has neither read nor written."""
+        """Whether the file has lines that this object neither read nor wrote."""
         known = self._tail.size + len(self._tail.unfinished)
         return self.path.exists() and self.path.stat().st_size > known
 
@@ -425,7 +425,7 @@ def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:
     if isinstance(line.event, ShuffledGaussian):
         return _Cover(line.run, line.branch, math.inf)
     if isinstance(line.event, CyclicPoissonGaussian):
-        # A resumed run with a seed continues its round.
+        # None in place of the branch: a resumed run with a seed continues its round.
         return _Cover(line.run, None, line.event.bands - 1)
     if isinstance(line.event, RandomAllocationGaussian):
         return _Cover(line.run, None, line.event.steps - 1)

@@ -61,7 +61,7 @@ class LedgerFile:
     def read(self) -> tuple[bytes, Tail]:
         """Return all complete lines and the end of the file; a missing file counts as empty."""
         try:
-            # The guard is read first: if it exists but the file does not, the file was lost.
+            # Read the guard first. If the guard exists but the file does not, the file was lost.
             guard = self._read_guard()
             try:
                 with self._locked(os.O_RDONLY, fcntl.LOCK_SH) as handle:
@@ -155,7 +155,7 @@ class LedgerFile:
                     errno.ENOSPC, f"ledger {self.path}: a line was written in part; disk full?"
                 )
             os.fsync(handle)
-            # A process that ignores the lock may have written too.
+            # Another process, which ignores the lock, may have written too.
             if os.fstat(handle).st_size != tail.size + len(line):
                 self.refuse_changed()
             self._write_guard(line, handle)

@@ -43,7 +43,7 @@ def together(ledgers: Sequence[Ledger], accountant: str) -> tuple[Spending, list
     if len({ledger.path.resolve() for ledger in ledgers}) < len(ledgers):
         names = [str(ledger.path) for ledger in ledgers]
         raise ValueError(f"ledgers={names}: one is given twice; pass each ledger once")
-    # Check each ledger against the epsilon in its own lines before its events are added.
+    # First check each ledger alone, against the epsilon that its lines state.
     spending, *_ = [Spending(accountant, ledger=ledger) for ledger in ledgers]
     lines = list(ledgers[0].lines)
     for ledger in ledgers[1:]:
@@ -181,7 +181,7 @@ def _sample_rate(event: Event | None) -> float | None:
 
 
 def label(run: dict[str, Any]) -> str:
-    """Return a run's name with the first digits of its random name, which make it unique."""
+    """Return a run's given name and, to make it unique, the first digits of its random name."""
     short: str = run["run"][:_SHOWN]
     return short if run["name"] is None else f"{run['name']} ({short})"
 

@@ -65,7 +65,7 @@ class SecretMasks:
         if self._active:
             yield
             return
-        # Two forwards of one batch differ in this number, but a recomputation repeats the number.
+        # The number differs between two forwards of a batch; a recomputation draws it again.
         word = int(torch.randint(2**62, (), device="cpu"))
         seed = self._seed(word, recomputing)
         held = RandomState(*self._devices)

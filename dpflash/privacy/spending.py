@@ -217,7 +217,7 @@ class Spending:
             left.state = self._state()
 
     def note_refusal(self, run: str, *, may_be: bool) -> None:
-        """Write to the ledger that a PrivateRefusal ended the run, or may have ended the run."""
+        """Write to the ledger that a PrivateRefusal ended the run, or may have done so."""
         if self.ledger is not None:
             unit = self.unit or SAMPLE
             note = LOST if may_be else REFUSED

@@ -1,4 +1,4 @@
-"""Returns a batch's tensors, and its arrays and lists as the tensors that a loop may make."""
+"""Returns the tensors of a batch, and those that a loop may make of its arrays and lists."""
 
 from __future__ import annotations
 

@@ -238,9 +238,9 @@ class _Trial:
     def __init__(self, collate: Collate, entries: list[Any], *, of_indices: bool = False):
         self._collate = collate
         self._entries = entries
-        # If entries are read in order, the last entries never get the first random numbers.
+        # If entries are read in order, the last two are never first, so no turn begins with them.
         self._turns = max(1, len(entries) - 2) if of_indices else len(entries)
-        # A comparison of `two` with a batch of another size shows which dimensions are the batch.
+        # The dimensions in which `two` differs from larger batches are the batch dimensions.
         self.two = self._batch(entries[:2])
         self._generators = FunctionState(collate, with_data=False)
         self._state: FunctionState | None = None
@@ -307,7 +307,7 @@ class _Trial:
                 elif not differ and _differ(a.rows, b.rows):
                     differ = self._repeats(first, seed, a) and self._repeats(second, seed, b)
                     self.is_unrepeated |= not differ
-        # If the number of random numbers depends on the entries, later entries get other numbers.
+        # If an entry determines how many numbers are drawn, later entries get other numbers.
         return differ and not draws_depend
 
     def joins(self) -> bool:
@@ -386,7 +386,7 @@ class _Trial:
         return _Collated([list(row) for row in zip(*columns, strict=True)], before, after)
 
     def _last_of(self, state: FunctionState, batches: Sequence[list[Any]], seed: int) -> Any:
-        """Collate these batches, beginning in this state of the function; return the last one."""
+        """Set the function to `state`, collate the batches in turn, and return the last one."""
         assert self._state is not None
         state.restore()
         for entries in batches[:-1]:

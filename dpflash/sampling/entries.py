@@ -1,4 +1,4 @@
-"""Replaces entries that cannot be part of a batch by padding; checks each entry by itself."""
+"""Replaces entries that cannot be part of a batch by padding. Checks each entry by itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Collate = Callable[[list[Any]], Any]
 
 # Number of first entries from which the common form is determined.
 _FIRST = 7
-# Number of reads of an entry; an entry that is equal in all of them counts as always equal.
+# An entry that is equal in this number of reads counts as equal in all reads.
 _REPEATS = 8
 _IMMUTABLE = {int, float, bool, str, bytes, NoneType}
 _FAILED: Any = object()
@@ -429,7 +429,7 @@ class FittingCollate:
         return _Form(index, self.dataset[index] if by_index else item, two, three)
 
     def _is_common(self, form: _Form, items: list[Any]) -> bool:
-        """Return whether the items that fit, less one, are at least half of all items."""
+        """Return whether at least half of the items fit the form, even with one item fewer."""
         by_index = self.dataset.reads_together
         count = sum(self._fits(x, form, by_index=by_index, adopts=False) for x in items)
         return len(items) == 1 or 2 * (count - 1) >= len(items)
@@ -558,7 +558,7 @@ class _Form:
         self._fields, self._lengths = self._of(two, 2)
         self._dtypes = {place: x.dtype for place, x in _numbers_of(two)}
         self._varying: set[str] = set()
-        # Only shapes are read from now on, and the batches of long entries are large.
+        # From now on only shapes are read, so free the values, which may be large.
         with suppress(Exception):  # some containers refuse other values
             kinds = (Tensor, np.ndarray)
             shapes = tuple(map_leaves(_without_values, x, kinds=kinds) for x in (two, three))
@@ -609,7 +609,7 @@ def _numbers_of(batch: Any, place: str = "", depth: int = 0) -> Iterator[tuple[s
 
 
 def _without_values(x: Any) -> Any:
-    """A tensor or array of the same shape that holds one value."""
+    """Return a tensor or array of the same shape that stores a single value."""
     if isinstance(x, np.ndarray):
         return np.broadcast_to(np.empty((), x.dtype), x.shape)
     if type(x) is not Tensor or x.is_nested or x.layout != torch.strided or x.is_quantized:
@@ -654,14 +654,14 @@ def _is_same(x: Any, y: Any) -> bool:
 
 
 def _holds(dtype: Any, other: Any) -> bool:
-    """Return whether type promotion of `dtype` and `other` gives `dtype`."""
+    """Return whether `dtype` can hold `other`, that is, whether their promotion is `dtype`."""
     if isinstance(dtype, torch.dtype):
         return torch.promote_types(dtype, other) == dtype
     return {dtype.kind, other.kind} <= set("biuf") and np.promote_types(dtype, other) == dtype
 
 
 def _replaced(batch: Any, new: dict[int, Any], depth: int = 0) -> Any:
-    """Replace tensors and arrays of a batch; `new` maps the id of an old one to a new one."""
+    """Replace tensors and arrays of a batch; `new` maps ids of old ones to new ones."""
     if next(iter(parts_of(batch)), None) is None and not isinstance(batch, Tensor | np.ndarray):
         for name, part in parts_within(batch) if depth < _DEPTH else ():
             changed = _replaced(part, new, depth + 1)
@@ -674,7 +674,7 @@ def _replaced(batch: Any, new: dict[int, Any], depth: int = 0) -> Any:
 def _described(
     batch: Any, two: Any, three: Any, size: int, place: str = ""
 ) -> Iterator[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
-    """Yield (place, kind, lengths) of all parts of a batch; lengths omit the number of rows."""
+    """Yield (place, kind, lengths) of all parts of a batch; lengths are sizes other than rows."""
     if isinstance(batch, Tensor) and batch.is_nested:
         yield place, (type(batch), batch.dtype), ()
         return

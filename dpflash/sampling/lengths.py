@@ -57,7 +57,7 @@ class PadTo:
         return [name for name in given if name not in names]
 
     def without_value(self, sample: Any) -> list[Any]:
-        """Return the keys of a sample's sequences of targets that have no padding value."""
+        """Return the keys of a sample's target sequences for which no padding value was given."""
         given: Any = {} if self.padding_value is None else self.padding_value
         if not isinstance(given, Mapping):
             return []

@@ -69,7 +69,7 @@ class _Seeded:
 
     def __iter__(self) -> Iterator[SeededIndices]:
         for number, indices in enumerate(self._rows):
-            # Begin here, after a sampler of the user has drawn its own random numbers.
+            # Begin only now, after a sampler of the user has drawn its own random numbers.
             self._seeds.begin()
             yield SeededIndices(indices, self._seeds.of("reading", *self._place(number)))
 
@@ -274,7 +274,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         super().__init__(
             plan.dataset,
             batch_sampler=source,
-            # Used by other loaders over batch_sampler, which get an empty batch as an empty list.
+            # Other loaders over batch_sampler use it, and call it with [] for an empty batch.
             collate_fn=_CollateForOthers(made, readable, blank=loader.num_workers > 0),
             **options,
         )
@@ -359,7 +359,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         return self._mark
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # The samplers test this too, but with DataLoader workers they run ahead of the releases.
+        # Samplers test the budget too, but with workers samplers run ahead of the releases.
         draw = None if self._draws is None else self._draws.position
         if not self.tracker.may_begin(True, draw):
             if draw is not None and self.plan.bands > 1:
@@ -465,7 +465,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         for given in () if self._example is None else self._example.runs():
             size = len(given.kept)
             units = Pairs.units(size) if self.has_pairs else given.units
-            # Number it -1, so that its random masks are not those of the first microbatch.
+            # Number -1, so that the example's random masks are not those of microbatch 0.
             own = replace(BatchMark(mark.draw, size, False, -1).of_trial, units=units)
             self.tracker.begin_microbatch(own, epoch)
             yield given.batch, own
@@ -483,7 +483,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
             return
         for given in place_trial.runs(made.batch, self._places(made, mark, epoch)):
             try:
-                # Number below -1, so that these runs do not change the microbatch's own masks.
+                # Numbers below -1, so that these runs do not change the microbatch's masks.
                 own = replace(mark.of_trial, microbatch=-2 - mark.microbatch)
                 if isinstance(given, PackedBatch):
                     own = replace(own, units=given.units)
@@ -549,7 +549,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def state_dict(self) -> dict[str, int]:
         """Return the position; a logical batch that was not released yet will be drawn again."""
         state = {"next_draw": self.tracker.next_draw, "returns": self.tracker.returns}
-        # If another loader signals the steps, the current logical batch is unknown.
+        # If another loader signals the steps, the number of the current logical batch is unknown.
         if self.tracker.signalled and self._draws is not None:
             state["next_draw"] = self._draws.position
         return state

@@ -150,7 +150,7 @@ def _columns(batch: Any, size: int, depth: int = 0) -> Iterator[Tensor]:
 
 
 def _vector(value: Any, depth: int = 0) -> Tensor:
-    """Return the numbers and strings in a value as float64 numbers `[d]`."""
+    """Return all numbers and strings in a value as one vector `[d]`, float64."""
     if isinstance(value, np.ndarray | np.generic):
         is_number = value.dtype.kind in "biuf"
         value = torch.as_tensor(value.astype(np.float64)) if is_number else value.tolist()

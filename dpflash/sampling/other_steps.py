@@ -83,7 +83,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def refuse_counted_step(optimizer: Optimizer, *, has_closure: bool = False) -> None:
-    """Refuse a step within a logical batch if its parameters stepped in another microbatch."""
+    """Refuse a step within a logical batch, unless its parameters stepped in this place before."""
     thread = get_ident()
     own = [tracker for tracker, threads in _iterated.items() if thread in threads]
     within = [t for t in own if not (t.is_waiting or t.current is None or t.current.last)]

@@ -274,7 +274,7 @@ class SamplingPlan:
 
     @property
     def sampler_name(self) -> str:
-        """The accountant's name of the sampling, which may be "truncated_poisson"."""
+        """The accountant's name of the sampling: "truncated_poisson" with max_batch_size."""
         return self.event(1.0).sampler
 
     # Privacy unit

@@ -19,7 +19,7 @@ from .tracker import BatchMark
 # On a CPU all batches are checked. On a GPU only 8 are, since a check waits for the device.
 _LOOKED_AT = 8
 _REMEMBERED = 1 << 16
-# A row with fewer numbers than this may be equal to a row of another batch by chance.
+# A row with fewer different numbers than this may equal a row of another batch by chance.
 _DISTINCTIVE = 8
 
 # The `SeenBatches` of all loaders over which a loop iterates now.
@@ -52,7 +52,7 @@ class SeenBatches:
     @contextmanager
     def iterated(self) -> Iterator[None]:
         """Mark in the with block that the loop iterates over an epoch of the loader."""
-        # Use a local name, since the global one may be gone when the interpreter exits.
+        # Use a local name: when the interpreter exits, the global name may be gone.
         iterated = _iterated
         iterated.add(self)
         try:

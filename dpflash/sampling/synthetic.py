@@ -203,7 +203,7 @@ class _Values:
     def _sequence(
         self, name: str, longest: int, number: int, *, is_fixed: bool
     ) -> np.ndarray | None:
-        """Return tokens, labels or a mask, padded to `longest` if the length is fixed."""
+        """Return a sample's tokens, labels or mask, padded to `longest` tokens if `is_fixed`."""
         own, padding, tokens = lengths(longest)[number], 0, self._ranges.tokens
         if name in _TOKEN_IDS and tokens is not None:
             values, padding = self._rng.integers(tokens, size=longest), self._ranges.padding

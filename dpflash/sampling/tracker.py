@@ -92,7 +92,7 @@ class BatchMark:
 
     @property
     def of_rows(self) -> BatchMark:
-        """The mark with rows in place of units: `real` is True for rows that belong to a unit."""
+        """The mark for rows in place of units; `real` is True for rows that belong to a unit."""
         units = self.units
         if units is None:
             return self
@@ -103,12 +103,12 @@ class BatchMark:
 
     @property
     def of_trial(self) -> BatchMark:
-        """The mark of a trial of this microbatch, whose samples are all marked as padding."""
+        """The mark for a trial of this microbatch, in which all rows count as padding."""
         none = torch.zeros(self.size, dtype=torch.bool)
         return replace(self, last=False, real=none, is_trial=True)
 
     def without(self, bad: Sequence[int]) -> BatchMark:
-        """Return the mark with these entries, or the units that contain them, as padding."""
+        """Return the mark in which entries `bad`, or units that contain them, are padding."""
         if not bad and self.real is not None:
             return self
         real = torch.ones(self.size, dtype=torch.bool) if self.real is None else self.real.clone()
@@ -210,7 +210,7 @@ class BatchTracker:
         self._is_trained = self._is_read = False
         self._releases_before = 0  # number of releases when the epoch began
         self._still_to_come = 0
-        # Kept after the release, since the loop may pass the rows of this batch again.
+        # Keep it after the release, since the loop may pass the rows of this batch again.
         self._last_yielded: BatchMark | None = None
         self._refused: BatchMark | None = None
         self._charged: BatchMark | None = None
@@ -386,7 +386,7 @@ class BatchTracker:
 
     @property
     def _is_empty_draw(self) -> bool:
-        """Whether the current logical batch is empty, in another loader that signals its steps."""
+        """Whether the current logical batch is empty, if another loader signals the steps."""
         by_signal = self.current is None and self.waiting_signals > 0
         return by_signal and bool(self.emitted) and self.emitted[0] == 0
 

@@ -65,7 +65,7 @@ class Block:
         return self.bands, f"rounds of {self.bands}, and a logical batch that is not released"
 
     def remaining(self, events: int) -> int:
-        """Return how many more releases `events` pay for, if every logical batch is released."""
+        """Return for how many more releases `events` pay, if every logical batch is released."""
         return events * self.bands + (-self.place % self.bands)
 
     @property
@@ -108,7 +108,7 @@ class Block:
         self._length = place + 1
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the block as plain values; None without a seed (loading then ends the block)."""
+        """Return the block as plain values; None without a seed, where loading ends the block."""
         if self.bands == 1 or self._keys.seed is None or self._last is None:
             return None
         return {"length": self._length, "last": list(self._last), "numbers": self._numbers}

@@ -147,7 +147,7 @@ class OpenBatch:
     @property
     def is_open(self) -> bool:
         """Whether sums wait for their release, or a release waits for its step."""
-        # A backward that failed may leave a release without sums.
+        # Also check `noise`: a backward that failed may leave a release without sums.
         return bool(self.sums) or self.noise is not None or self.released is not None
 
     def begin_microbatch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
@@ -194,7 +194,7 @@ class OpenBatch:
 
     @contextmanager
     def noting_refusals(self) -> Iterator[None]:
-        """Record a `PrivateRefusal` that the body raised, or that a lost rank may have raised."""
+        """Record a `PrivateRefusal` that the body raised, or a lost rank may have raised."""
         try:
             yield
         except RankError as error:

@@ -52,7 +52,7 @@ class Turns:
         own = [p for group in optimizer.param_groups for p in group["params"]]
         step.public.drop(own)
         step.gradients.drop(own)
-        if step.is_open:  # dropping sums also ends a forward that waits for its backward
+        if step.is_open:  # `discard` also ends a forward that waits for its backward
             step.drop_sums()
 
     def take(self, optimizer: Optimizer) -> Kind:
@@ -137,7 +137,7 @@ class Turns:
         step.parameters_change()
 
     def _public_gradients(self, kind: str, optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
-        """Return the mean over all ranks of the gradients of public data; all ranks must step."""
+        """Return public gradients averaged over the ranks, which call this together."""
         self._agree(kind, optimizer)
         return self._step.public.mean(self._step.sums.ranks)
 

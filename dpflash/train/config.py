@@ -65,7 +65,7 @@ class TrainingConfig:
     steps: int | None = None
     epochs: float | None = None
     dataset_size: int | None = None
-    # epsilon after all steps; None if noise_multiplier is given
+    # epsilon after all steps; None if noise_multiplier is passed
     target_epsilon: float | None = 8.0
     noise_multiplier: float | None = None
     bands: int | str = 1  # number of noise bands; "auto": the number with the least error

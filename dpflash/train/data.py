@@ -31,7 +31,7 @@ UNITS = ("file", "record", "folder")
 _FIELD = "field:"
 HELD_OUT = 0.1  # default fraction of held-out documents
 
-# A document's bytes, or its token ids `[1 + targets]`; the first id is never a target.
+# A document's bytes, or its token ids `[n]`, of which the first is never a target.
 Tokens = bytes | np.ndarray
 
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
@@ -169,7 +169,7 @@ class ByteDocuments(Sequence[bytes]):
         return len(self) if self.owners is None else len(set(self.owners))
 
     def documents_at_once(self, examples_per_unit: int | None) -> int:
-        """Return the number of documents in a step for which all units are sampled."""
+        """Return the number of documents in a step if the step samples all units."""
         if self.owners is None or examples_per_unit is None:
             return len(self)
         return sum(min(count, examples_per_unit) for count in Counter(self.owners).values())
@@ -294,7 +294,7 @@ class _Reader:
             with path.open("rb") as file:
                 content = file.read(_SNIFFED_BYTES)
                 if b"\0" not in content:
-                    # One byte more than the limit shows that the file exceeds the limit.
+                    # Read one byte more than the limit, to notice a file that exceeds the limit.
                     content += file.read(self.max_total_bytes + 1)
         except OSError:
             self.skipped["unreadable"] += 1

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 _SECONDS = 1.0  # interval between two counts
-_ENDED = "ended"  # written in place of a count by a rank that has finished or raised an error
+_ENDED = "ended"  # a rank that has finished or failed writes this in place of a count
 
 
 class Heartbeat:

@@ -221,7 +221,7 @@ class TextClassifier(PretrainedModel):
         assert config.labels is not None
         self._labels = {label: number for number, label in enumerate(config.labels)}
         super().__init__(config)
-        # `build` loads the model again, since a new head has random weights.
+        # Do not keep the model: `build` loads it again, with a random new head.
         self._initial = None
         self._pad = self._tokenizer.pad_token_id or 0
         self.padding = -1

@@ -22,8 +22,8 @@ from .heartbeat import Heartbeat
 from .ranks import Team
 
 _REQUIRED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Launcher without torchrun's variables -> the variable with its number of processes. Not
-# SLURM_NTASKS, which Slurm sets for a batch script too, although that is one process.
+# Launcher other than torchrun -> the variable with its number of processes. Not SLURM_NTASKS,
+# which Slurm also sets for a batch script, although a batch script is one process.
 _OTHERS = {
     "srun": "SLURM_STEP_NUM_TASKS",
     "mpirun (Open MPI)": "OMPI_COMM_WORLD_SIZE",

@@ -61,7 +61,7 @@ _EVALUATION_BATCH = 8
 
 
 class Interrupted(Exception):
-    """The job stopped because `should_stop` returned True; its checkpoint has been written."""
+    """The job has stopped and written its checkpoint, since `should_stop` returned True."""
 
 
 class TrainingRun:
@@ -424,7 +424,7 @@ class TrainingRun:
         real = self._loader.is_real
         sample_losses, targets = self._losses(self.model, batch)
         self._engine.backward(sample_losses)
-        # Only one of the ranks that share a window counts its document.
+        # Of the ranks that share a window, only one counts the window's document.
         documents = int(real.sum()) if self._team.counts_documents else 0
         if documents and self.config.clipping == "flat":
             norms = self._engine.diagnostics()["per_sample_norms"]
@@ -493,7 +493,7 @@ class TrainingRun:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
     ) -> float:
         config = self.config
-        # Seeded by the step, so that a resumed run samples the same documents.
+        # Seed by the step, so that a resumed run samples the same documents.
         rng = np.random.default_rng([self.state.init_seed, step])
         # Use the mean number of documents of a private step.
         share = config.batch_size / self.num_units

@@ -28,7 +28,7 @@ _HOLD_NO_DATA = (bool, NoneType, nn.Module, torch.dtype, torch.device)
 
 
 def identity(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """Return a key, equal for containers of the same objects; for other values, the id."""
+    """Return a key that is equal for containers of the same objects; else the id."""
     kind = type(value)
     if id(value) in above:
         return above.index(id(value))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _WORDS = 4096  # words in a chunk, and multipliers in a table
-_LEVELS = 4  # each level sums the chunk sums of the level before, in chunks
+_LEVELS = 4  # each level sums, in chunks, the chunk sums of the previous level
 _AT_ONCE = {"cpu": 1 << 16}  # words that fit into a cache
 _PROJECTIONS = 4
 _PROJECTED = 1 << 18  # entries of a row that are projected at once

@@ -38,7 +38,7 @@ _DIFFERENT = (
 
 @contextmanager
 def _selected_kept() -> Iterator[None]:
-    """Make selective activation checkpointing keep saved tensors, which it drops after use."""
+    """Make selective activation checkpointing keep saved tensors after their first use."""
     kind: Any = checkpoint._CachedTorchDispatchMode
     enter, leave = kind.__enter__, kind.__exit__
     held: dict[int, dict[Any, Any]] = {}

@@ -144,7 +144,7 @@ class Unchanged:
                 continue
             now = _State.of(tensor)
             if seen is None or now.shape != seen.shape:
-                # Tables of rotary angles, not in `state_dict`, grow with the longest sequence.
+                # Tables of rotary angles, outside of `state_dict`, grow with the sequences.
                 same = not place.is_public
             elif is_still:
                 before[name], after[name] = seen.digest, now.digest

@@ -76,7 +76,7 @@ class Uncovered:
         for t in (*own, *(t for t in tensors if t.shape[0] != 1)):
             self._known[_whole(t)] = True
         with ExitStack() as hooks:
-            # For checkpointing, hooks or models let outputs of frozen layers require grad.
+            # Frozen layers' outputs may require grad too, by hooks or models that checkpoint.
             for m in self._modules if not is_compiled and has_one_row else ():
                 if m._forward_hooks or isinstance(m, nn.Embedding):
                     hooks.enter_context(m.register_forward_hook(self._note_output, prepend=True))
@@ -237,7 +237,7 @@ def leaves_past_gates(
         if _is_foreign(node) and (node is root or runs(node)):
             found |= {id(x): x for x in _trained_inside(node, model, reached)}
         for below, output in node.next_functions:
-            # A replayed graph has the names of the model's operations that it replaces.
+            # A replayed CUDA graph stands for the model's operations, whose names it has.
             replayed = getattr(below, "stands_for", None)
             name = type(below).__name__ if replayed is None else replayed[output]
             if path is not None and not hasattr(node, "stands_for"):
