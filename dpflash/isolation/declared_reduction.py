@@ -18,7 +18,7 @@ from torch import Tensor
 _AT_ONCE = 1 << 22  # logits
 _FITS = 1e-3  # allowed error / token's weight; losses other than cross-entropy exceed it
 _SAME = 1e-4  # allowed relative difference of samples' weights
-_REPEATED = 4  # number of classes that repeat in other samples, from which weights are judged
+_REPEATED = 4  # repeats of classes in other samples that suffice to call weights per class
 # Relative rounding error of a scalar that is a sum of many terms.
 _SCALAR_ROUNDING = 1e-5
 

@@ -364,7 +364,7 @@ class Proof:
                 raise PrivateRefusal(refusal) from None
             owner.refuse_reduction([x for x, _ in reached], [g for _, g in reached], size)
             if proof._calls == 1 and all(x.ndim and x.shape[0] == size for x, _ in reached):
-                # Leave out zeros: autograd also visits outputs that the loss does not use.
+                # Zeros for outputs that the loss does not use: autograd runs their layers too.
                 pairs = zip(inner, grads, strict=True)
                 rows = [(x, g) for x, g in pairs if x.shape[:1] == (size,)]
                 seeds = [torch.zeros_like(x) if g is None else g for x, g in rows]

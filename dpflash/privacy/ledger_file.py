@@ -155,7 +155,7 @@ class LedgerFile:
                     errno.ENOSPC, f"ledger {self.path}: a line was written in part; disk full?"
                 )
             os.fsync(handle)
-            # Another process, which ignores the lock, may have written too.
+            # A process that ignores the lock may have written too.
             if os.fstat(handle).st_size != tail.size + len(line):
                 self.refuse_changed()
             self._write_guard(line, handle)

@@ -52,7 +52,7 @@ class Turns:
         own = [p for group in optimizer.param_groups for p in group["params"]]
         step.public.drop(own)
         step.gradients.drop(own)
-        if step.is_open:  # `discard` also ends a forward that waits for its backward
+        if step.is_open:  # `drop_sums` also ends a forward that waits for its backward
             step.drop_sums()
 
     def take(self, optimizer: Optimizer) -> Kind:

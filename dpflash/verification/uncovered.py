@@ -76,7 +76,7 @@ class Uncovered:
         for t in (*own, *(t for t in tensors if t.shape[0] != 1)):
             self._known[_whole(t)] = True
         with ExitStack() as hooks:
-            # Frozen layers' outputs may require grad too, by hooks or models that checkpoint.
+            # For checkpointing, hooks or models make outputs of frozen layers require grad.
             for m in self._modules if not is_compiled and has_one_row else ():
                 if m._forward_hooks or isinstance(m, nn.Embedding):
                     hooks.enter_context(m.register_forward_hook(self._note_output, prepend=True))
