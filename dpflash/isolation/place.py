@@ -59,11 +59,10 @@ LESS_PADDING = Kind(
     "the loss of a sample changed as the longer samples of the batch were left out and it was "
     "padded less, so nothing was released: it depends on their length. Mask the padding "
     "(attention_mask, means over a sample's own tokens, pack_padded_sequence), and use positions "
-    "that padding does not shift; or pad all samples to one public length: "
-    "collate_fn=dpflash.sampling.PadTo(512, {'labels': -100}), with a field's number as its name "
-    "if entries are tuples. If masks are targets, the samples with more ones were left out, and "
-    "the loss mixes samples: a Dice loss must sum over each sample, x.flatten(1).sum(1). "
-    f"{UNTESTED}",
+    "that padding does not shift. Or pad all samples to one public length: "
+    "collate_fn=dpflash.sampling.PadTo(512, {'labels': -100}); fields of tuples are named by "
+    "number. If masks are targets, samples with more ones count as longer, and the loss mixes "
+    f"samples: a Dice loss must sum over each sample, x.flatten(1).sum(1). {UNTESTED}",
 )
 OTHER_NEIGHBORS = Kind(
     "with documents elsewhere in rows",

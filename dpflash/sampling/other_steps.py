@@ -21,10 +21,10 @@ from ..refusal import PrivateRefusal
 from .tracker import BatchTracker
 
 _COUNTED = (
-    "another optimizer's step() in a microbatch of the private loader that is a trial, or not the "
-    "last of its logical batch: the number of microbatches is private, so these steps would be "
-    "counted by private data. Step the other model (a GAN's generator, a probe) only if "
-    "`loader.is_last` is True, as often as `loader.releases` counts, or outside of the loop "
+    "another optimizer's step() in a microbatch of the private loader that is a trial, or not "
+    "the last of its logical batch: the number of microbatches is private, so these steps would "
+    "be counted by private data. Step the other model (a GAN's generator, a probe) only if "
+    "`loader.is_last` is True, or as often as `loader.releases` counts, or outside of the loop "
     "(keep no iterator of the loader)"
 )
 

@@ -217,8 +217,8 @@ class TrainingConfig:
         if (self.label_field is None) != (self.labels is None):
             raise ValueError(
                 f"label_field={self.label_field!r} with labels={self.labels!r}: a classifier "
-                "needs the field of the label and the names of all labels (which count as "
-                "public); pass both"
+                "needs the field of the label, and the names of all labels, which count as "
+                "public; pass both"
             )
         if self.labels is None:
             return

@@ -29,10 +29,11 @@ _ROUNDING_16_BIT = 2.0**-9
 
 _DIFFERENT = (
     "{where} had other gradients in the second backward of grad_sample_mode='ghost' than in the "
-    "first, whose norms bound them, so nothing was released: an operation is random or keeps "
-    "state (checkpointing around Python's random or without the random state, a hook), or adds in "
-    "a varying order on parallel threads (then torch.use_deterministic_algorithms(True) helps). "
-    "Make it repeatable, or pass grad_sample_mode='instantiate' or 'book_keeping'"
+    "first, whose norms bound them, so nothing was released. An operation is random, keeps state "
+    "(a hook, checkpointing around Python's random or without the random state), or adds in a "
+    "varying order on parallel threads. Make it repeatable "
+    "(torch.use_deterministic_algorithms(True) fixes the order), or pass "
+    "grad_sample_mode='instantiate' or 'book_keeping'"
 )
 
 

@@ -174,16 +174,16 @@ class Unchanged:
                 "get no noise, so data that a forward writes there is released with the weights "
                 "and affects later batches. Keep nothing of a batch in the model. Set weights "
                 "before make_private, or by model.load_state_dict; merge adapters in a copy, "
-                "copy.deepcopy(model); if its contents are public (a count of forwards is not: "
-                f"count releases), pass allow_buffers=[{_listed(changed)}]"
+                "copy.deepcopy(model). If its contents are public (a count of releases is, a "
+                f"count of forwards is not), pass allow_buffers=[{_listed(changed)}]"
             )
         if rewritten := self._rewritten.names(wait=wait):
             return (
                 f"{_listed(rewritten)} changed inside a forward: data that a forward writes into "
                 "a trained parameter gets no noise and is released with the weights. Let the "
-                "optimizer alone train it (apply masks and limits on norms after "
-                "optimizer.step(), if loader.is_last), initialize it before make_private or on "
-                "public data inside engine.public_data(), and restore the weights by "
+                "optimizer alone train it: apply masks and limits on norms after "
+                "optimizer.step(), if loader.is_last. Initialize it before make_private, or on "
+                "public data inside engine.public_data(). Restore weights by "
                 "model.load_state_dict. If the written values depend neither on data nor on the "
                 f"number of forwards, pass allow_buffers=[{_listed(rewritten)}]"
             )
@@ -200,9 +200,9 @@ class Unchanged:
                 f"{_listed(others)} of state_dict() is no parameter and no buffer of the model, "
                 "and is new or changed since make_private: data that metrics, get_extra_state "
                 "and hooks keep there would be released without noise. Keep it outside of "
-                "state_dict() (metrics with persistent=False) and release state_dict() alone: "
-                "torch.save(model) writes everything else too; if its contents are public, have "
-                f"it there at make_private, and pass allow_buffers=[{_listed(others)}]"
+                "state_dict() (metrics with persistent=False), and release state_dict() alone, "
+                "since torch.save(model) writes everything else too. If its contents are public, "
+                f"have it there at make_private, and pass allow_buffers=[{_listed(others)}]"
             )
         return None
 
