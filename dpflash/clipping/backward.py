@@ -133,7 +133,7 @@ class PrivateBackward:
 
     @property
     def recording(self) -> Recording | None:
-        """The recording of the current batch if a trial runs on it, else None."""
+        """The recording of the current trial; None if no trial runs."""
         found = None if self.example is None else self.example.recording
         return found or (None if self.trial is None else self.trial.recording)
 

@@ -18,7 +18,7 @@ _has_begun = False
 
 
 def compiles(forward: PrivateForward) -> bool:
-    """Return whether to prepare handles now; if not, the first tracing prepares them."""
+    """Return whether to prepare handles now. If not, the first tracing prepares them."""
     dynamo = sys.modules.get("torch._dynamo")  # every optimizer imports it
     if dynamo is not None and not _has_begun:
         handler = dynamo.callback.callback_handler

@@ -181,7 +181,7 @@ class DeferredGradients:
         return total
 
     def squares(self) -> Tensor:
-        """Return ||G_i||^2 [B]; it includes the products' rounding only if `is_separate`."""
+        """Return ||G_i||^2, [B], which includes the products' rounding only if `is_separate`."""
         if self.tiled:
             use = self.tiled[0]
             squares: Tensor | None = None
@@ -222,8 +222,8 @@ class DeferredGradients:
     def rounding(self) -> float | Tensor:
         """Bound the rounding error of a product over tokens, as a fraction of its `sizes`."""
         uses = [*self.linear, *self.embedding]
-        # Two is added for the Gram form in fp64: it rounds by (I + O + T^2) 2^-46 of the sizes,
-        # and norms are at least 1/256 of the sizes.
+        # Add two for the Gram form in fp64. Its rounding is (I + O + T^2) 2^-46 of the sizes, and
+        # norms are at least 1/256 of the sizes.
         wide = all(dy.dtype == torch.float64 for _, dy in uses)
         of_token = 2.0 ** (-53 if wide else PRODUCT_BITS[uses[0][1].is_cuda])
         if self.units is None:
@@ -266,7 +266,7 @@ class DeferredGradients:
         return first[:, own], dy[:, own]
 
     def _tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield (samples, rows, G summed over all applications), the same bits in every call."""
+        """Yield (samples, rows, G over all applications) of tiles, with the same bits always."""
         covering = next((use for use in self.tiled if not use.is_sparse), None)
         assert covering is not None or not (self.linear or self.embedding)
         uses = self.tiled if covering is None else [covering]

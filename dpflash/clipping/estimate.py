@@ -30,7 +30,7 @@ PARTS = (
 # Class names of layers whose modes are planned, besides nn.Linear and nn.Embedding.
 _PLANNED = ("Conv1D", "LinearCrossEntropy")
 _NOISE_BYTES = 2 * 8
-# Time of the gates' Python code per parameter, in kernel launches; measured on a CPU.
+# Time of a gate's Python code per parameter, as a number of launches; measured on a CPU.
 _LAUNCHES = 25
 
 
@@ -313,7 +313,7 @@ def estimate_step(
             stack.callback(hook.remove)
         if gates is not None:
             stack.enter_context(gates.attached())
-        # Each microbatch from the second one on costs the same.
+        # All microbatches but the first cost the same, so run two at most.
         for number in range(min(rounds, 2)):
             before = tape.seconds
             _forward_and_backward(workload, microbatch, tape, gates)

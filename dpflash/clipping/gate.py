@@ -43,7 +43,7 @@ class _ClipGate(torch.autograd.Function):
     def forward(ctx: Any, gate: Gate, stand_in: Tensor) -> tuple[Tensor, ...]:
         ctx.gate = gate
         ctx.set_materialize_grads(False)
-        # Not views: autograd refuses views of parameters that were written to in place.
+        # Do not return views: autograd refuses views of parameters that are written in place.
         return tuple(_value(p).expand(gate.batch_size, *p.shape) for p in gate.group.parameters)
 
     @staticmethod
@@ -156,7 +156,7 @@ class Gate:
         self._dense.add(position)
 
     def register_read(self, position: int) -> None:
-        """Note an operation that reads the parameter through the handle, also in its backward."""
+        """Note an operation whose forward and backward read the parameter through the handle."""
         self._read.setdefault(position, self.group.parameters[position]._version)
 
     def _refuse_written(self) -> None:

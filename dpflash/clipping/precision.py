@@ -80,7 +80,7 @@ def coarse_products(device_type: str, *, convolves: bool = True) -> str | None:
     """
     for name in _SETTINGS.get(device_type, ()):
         precision = attrgetter(f"{name}.fp32_precision")(torch.backends)
-        # Scripts for GPUs ask for TF32, which few CPUs have.
+        # Allow "tf32", which scripts for GPUs set, on CPUs that do not have it.
         if device_type == "cpu" and precision == "tf32" and not torch.cpu._is_amx_fp16_supported():
             continue
         if precision in _COARSE and (convolves or name != "cudnn.conv"):

@@ -77,7 +77,7 @@ class ClipStatistics:
 
     @property
     def clipped_samples(self) -> int:
-        """Number of times that a group clipped a sample that was not removed."""
+        """How often a sample that was not removed was clipped, counted in each group."""
         return self._count()[1]
 
     @property

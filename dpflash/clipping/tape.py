@@ -158,7 +158,7 @@ class Tape(TorchDispatchMode):
             self.part = before
 
     def begin_loss(self, *_: Any) -> None:
-        """From here on, count the forward's storages as logits and loss."""
+        """From now on, count storages of the forward as logits and loss."""
         if self.part == "activations":
             self.part = "logits and loss"
 

@@ -216,7 +216,7 @@ def attend(
         q, k, v = (x[:, :, :own] for x in (q, k, v))
     group, mode = context.group, context.mode
     sharded = ShardedPattern(pattern, context.length, q.shape[1], k.shape[1], context.layout)
-    # Raises for a T or H that the pattern does not support.
+    # Check T and H: this raises if the pattern does not support them.
     graph_of(sharded, torch.device("cpu"))
     call = ModeCall(sharded, q.shape[3], q.dtype, q.shape[0], q.device.type)
     if mode == "auto":

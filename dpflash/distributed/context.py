@@ -229,7 +229,7 @@ class ContextParallel:
             )
 
     def apply(self, model: nn.Module) -> None:
-        """Set this object on a model's modules; raises the errors of `context_parallel`."""
+        """Set this object on the modules of a model; raise as `context_parallel` does."""
         attentions = []
         for name, module in model.named_modules():
             where = f"'{name}'" if name else "the model itself"
@@ -254,7 +254,7 @@ class ContextParallel:
                 "tokens; use dpflash.nn.MultiheadAttention, or "
                 "dpflash.distributed.ring_attention in its forward"
             )
-        # The model gets the attribute too, so that callers can use model.context_parallel.shard.
+        # Also set it on the model, so that callers can use model.context_parallel.shard.
         for module in (*attentions, model):
             module.context_parallel = self
         for module in filter(pretrained.is_pretrained, attentions):

@@ -188,6 +188,6 @@ def all_to_all(
 
 
 def _viewed(flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """View bytes as a tensor; copy them if their offset is not a multiple of the element size."""
+    """View bytes as a tensor; copy the bytes first if their offset is not aligned to elements."""
     is_aligned = flat.storage_offset() % dtype.itemsize == 0
     return (flat if is_aligned else flat.clone()).view(dtype).view(shape)

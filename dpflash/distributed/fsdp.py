@@ -57,7 +57,7 @@ def sharding_group(parameter: DTensor) -> ProcessGroup:
 
 
 def replicating_group(parameter: DTensor) -> ProcessGroup | None:
-    """Return the ranks of the parameter's mesh that hold copies of the same rows, or None."""
+    """Return the ranks that hold copies of this rank's rows of the parameter, or None."""
     mesh = parameter.device_mesh
     return mesh.get_group(0) if mesh.ndim > 1 else None
 

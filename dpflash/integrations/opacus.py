@@ -151,7 +151,7 @@ def use_secure_noise(optimizer: _Optimizer) -> _Optimizer:
     secure: Any = optimizer
     if isinstance(secure, _SecureNoise):
         return optimizer
-    # Only the optimizers of Opacus for several processes have this attribute.
+    # Only Opacus' optimizers for several processes have this attribute.
     if hasattr(optimizer, "world_size"):
         raise ValueError(
             f"optimizer is a {type(optimizer).__name__}: secure noise is for one process; train "

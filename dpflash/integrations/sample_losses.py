@@ -112,7 +112,7 @@ def _with_virtual_tokens(labels: Tensor, logits: Tensor, model: nn.Module) -> Te
     config: Any = getattr(model, "active_peft_config", None)
     if not getattr(config, "is_prompt_learning", False) or labels.ndim != 2 or logits.ndim != 3:
         return labels
-    # Prefix tuning has no logits for virtual tokens, so nothing is prepended.
+    # With prefix tuning, virtual tokens have no logits, so this prepends nothing.
     return nn.functional.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=-100)
 
 

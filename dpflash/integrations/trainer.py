@@ -201,7 +201,7 @@ class DPTrainer(Trainer):
         options["callbacks"] = [_Checkpoints(self), *(options.get("callbacks") or [])]
         super().__init__(model=model, args=copy.copy(args), **options)
         self._check_arguments(self.args)  # may be defaults, or changed by Trainer
-        # Trainer must not clip or skip batches: the engine clips, and resumes the loader.
+        # Trainer must not clip or skip batches, since the engine clips and resumes the loader.
         vars(self.args).update(max_grad_norm=0.0, ignore_data_skip=True)
         if self.accelerator.gradient_accumulation_steps != 1:
             raise ValueError(

@@ -56,7 +56,7 @@ def of_one(batch: Any, before: Any | None, real: Tensor) -> Alteration:
 
 
 def is_single(batch: Any, size: int) -> bool:
-    """Return whether a microbatch of U = `size` samples has a single row or document."""
+    """Return whether a microbatch of `size` samples has a single row or document."""
     if not isinstance(batch, PackedBatch):
         return size == 1
     return sum(start != end for start, end in batch.units.spans) == 1
@@ -118,7 +118,7 @@ def sources(
     rare, extreme = (x if 2 * len(x) <= len(samples) else set() for x in (rare, extreme))
     extreme |= set(telling)
     order = rng.permutation(samples).tolist()
-    # If a class's weight depends on the class's own count, only losses of this class change.
+    # If a class's weight depends on its own count, only losses of the class itself change.
     copies_rare = len(least | most) < len(order) // 2 and bool(rng.integers(2))
     first = next((s for s in order if copies_rare and s in rare), None)
     order.sort(key=lambda s: (s != first, s not in least, s not in most, s in rare, s in extreme))

@@ -85,7 +85,7 @@ class FunctionState:
         """Return the current states of the generators, pickled."""
         states = [restore_of(generator) for generator, _ in self._generators]
         held = [state.args[-1] for state in states if state is not None]
-        # Tensors become NumPy arrays, since pickles of equal tensors may differ.
+        # Convert tensors to NumPy arrays, since pickles of equal tensors may differ.
         return pickle.dumps([x.numpy() if isinstance(x, Tensor) else x for x in held])
 
     def _parts_of(self, value: Any) -> Iterator[Any]:

@@ -90,7 +90,7 @@ class PlaceGradients:
     def _of_tokens(
         self, x: Tensor, lead: int, seed: tuple[int, int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Return products `[*lead, K]` of x `[*lead, n]`, and squared sizes `[*lead]`, fp64."""
+        """Return products of x `[*lead, n]`, `[*lead, K]`, and squared sizes, `[*lead]`, fp64."""
         draw = torch.Generator().manual_seed(hash((self._seed, *seed)) % (1 << 62))
         if not x.is_floating_point():
             # x holds an embedding's indices: hash each index to K pseudo-random numbers

@@ -139,7 +139,7 @@ class Sandbox:
         """
         if self._options is not None and self._behind is not None:
             changed = self._behind.changed_otherwise(self._options, self._present())
-            # Once is allowed: a loop that sets options by releases may be changing one now.
+            # One change is allowed: a loop that sets options by releases may change one now.
             self._counts += changed is not None
             if changed is not None and self._counts > 1:
                 raise PrivateRefusal(_COUNTED.format(changed)) from None

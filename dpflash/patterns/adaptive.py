@@ -105,7 +105,7 @@ class Adaptive(Pattern):
         """Like `choose`, but from the means of blocks, q `[B, H, n, D]` and k `[B, G, n, D]`."""
         k_means = k_means.repeat_interleave(q_means.shape[1] // k_means.shape[1], dim=1)
         if self.causal:
-            # Use the mean of the block before: that of the own block depends on later tokens.
+            # Use the previous block's mean, since the own block's mean depends on later tokens.
             q_means = F.pad(q_means, (0, 0, 1, 0))[:, :, :-1]
         n = q_means.shape[2]
         own = torch.arange(n, device=q_means.device).expand(*q_means.shape[:3]).unsqueeze(3)

@@ -35,7 +35,7 @@ class _Branch(NamedTuple):
     offset: int
 
 
-# Start, stride and length of a group of rows, and the branches in which they are live.
+# Start, stride and length of a group of rows, and the branches in which the rows are live.
 _Group = tuple[int, int, int, tuple[int, ...]]
 
 

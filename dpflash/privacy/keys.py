@@ -165,7 +165,7 @@ class RunKeys(Uncopied):
         return state if self.seed is None else {**state, "key": self.master.hex()}
 
     def knows_all(self, state: Mapping[str, Any], releases: int) -> bool:
-        """Return whether a checkpoint contains all releases made with these keys so far."""
+        """Return whether a checkpoint contains all releases that these keys have made so far."""
         own = place_of({**self.state_dict(), "releases": releases})
         return place_of(state) in (own, self._loaded) and state["releases"] == releases
 
@@ -212,6 +212,6 @@ class _Claim:
     is_restored: bool
 
 
-# (run, incarnation) -> engine -> its releases. Without a ledger, noise used twice can be detected
-# within one process only.
+# (run, incarnation) -> id of an engine -> its releases. Without a ledger, noise that is used twice
+# is detected only within one process.
 _claims: dict[tuple[str, int], dict[int, _Claim]] = {}

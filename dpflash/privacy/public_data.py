@@ -135,7 +135,7 @@ class PublicGradients:
         All ranks call this together, with stored gradients of the same parameters.
         """
         found = {p: self._waiting[p].clone() for p in self._trained if p in self._waiting}
-        # The backward has averaged the gradients of sharded parameters already.
+        # The backward has already averaged the gradients of sharded parameters.
         whole = [grad for parameter, grad in found.items() if not is_sharded(parameter)]
         all_reduce_all_(whole, ranks.everyone)
         for grad in whole if ranks.everyone is not None else ():

@@ -119,7 +119,7 @@ class ReleaseOptions:
         self.numbers["expected_batch_size"] = float(value)
 
     def note(self) -> None:
-        """Compare the options with those at the first backward of the logical batch."""
+        """Record options at a logical batch's first backward, and later a change of them."""
         options: dict[Any, Any] = {**self.numbers}
         for number, group in enumerate(self._optimizer.param_groups):
             for name, value in group.items():
