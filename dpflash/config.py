@@ -158,9 +158,9 @@ class PrivacyConfig:
         foreign_batches: also accept batches that are not from the private loader. You guarantee
             that each row of such a batch is computed from one privacy unit, that no unit is in two
             rows (no views of a sample, no padding rows, such as those of another private loader),
-            and that its rows and their number were chosen without the private data. Each such
-            batch costs a Gaussian step without amplification, and from the first one on epsilon is
-            for "zero_out". With False a backward on such a batch is refused.
+            and that the batch's rows and their number were chosen without the private data. Each
+            such batch costs a Gaussian step without amplification. From the first such batch on,
+            epsilon is for "zero_out". With False a backward on such a batch is refused.
         allow_buffers: names of buffers, parameters and other entries of `state_dict()` that the
             forward or the loop may change, because you guarantee that their contents are public,
             such as a bound on a weight's norm or a count of releases. A count of forwards

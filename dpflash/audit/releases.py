@@ -126,10 +126,11 @@ def as_it_is(model: nn.Module) -> None:
 class Run:
     """A run of the canary model with a new engine and these settings.
 
-    `canaries` is the number of canaries in the model; `numbers` are the canaries of the dataset's
-    entries (default: all). With `background` the model has one table and a parameter that all
-    canaries share, else two tables. `prepare` is called with the model before it is made private,
-    for instance to shard it. `bounds` `[parameters]` is a canary's contribution to each parameter.
+    `canaries` is the number of canaries in the model, and `numbers` are the canaries in the
+    dataset (default: all). With `background` the model has one table, and a parameter that all
+    canaries share; without it, two tables. `prepare` is called with the model before it is made
+    private, for instance to shard it. `bounds` `[parameters]` is a canary's contribution to each
+    parameter.
     """
 
     _model_type: type[nn.Module] = CanaryModel

@@ -114,7 +114,7 @@ def run_audit(
     With sample_rate=1 there are steps x canaries scores, else one score for each canary, see
     `dpflash.audit.scores`. `confidence` is the confidence of each of the two bounds on epsilon.
     Without a seed, coins and keys are secret. With `ranks`, two ranks are probed too, in processes
-    of their own; RankFailure is raised if these fail. The report shows `privacy_unit`.
+    of their own. If a process fails, RankFailure is raised. The report shows `privacy_unit`.
     """
     positive_int(canaries=canaries)
     probability(delta=delta, confidence=confidence)

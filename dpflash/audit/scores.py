@@ -16,12 +16,12 @@ The sample rate q of the audited run determines the experiment:
   them together.
 
 With banded noise of b bands and coefficients c_i, the b parts of the data are sampled in turn, and
-q is the sample rate inside the canary's part. Each release t that samples this part, and the b - 1
-releases after t, are a round. A round takes the place of one release. Let C be the banded matrix
-of the c_i, and x the releases' products with the canary's direction, divided by max_grad_norm.
-Then y is the sum over i < b of c_i (C x)_(t+i) / |c|^2, which is the canary's contribution plus
-noise of standard deviation sigma, independent for each round. The run has b - 1 further releases
-to complete the last round of every part.
+q is the sample rate inside the canary's part. Each release t that samples this part forms a round
+with the b - 1 releases after it, and a round takes the place of one release. Let C be the banded
+matrix of the c_i, and x the releases' products with the canary's direction, divided by
+max_grad_norm. Then y is the sum over i < b of c_i (C x)_(t+i) / |c|^2, which is the canary's
+contribution plus noise of standard deviation sigma, independent for each round. The run has b - 1
+further releases to complete the last round of every part.
 
 In both experiments the coins are fair and independent, as the one-run bound requires, and the
 scores are independent given the coins, as the verdict and the Gaussian bound require.

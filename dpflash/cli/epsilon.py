@@ -151,8 +151,8 @@ def _count_name(run: Run) -> str:
 def _solved(args: argparse.Namespace, run: Run) -> tuple[Run, float]:
     """Return the run and its noise multiplier, after computing the unknown value.
 
-    The computed value is rounded to few digits, to be passed to --noise-multiplier or
-    --sample-rate, unless the rounded value would exceed the target.
+    The computed value is rounded to few digits, so that it can be passed to --noise-multiplier or
+    --sample-rate, unless the rounded value would exceed the target epsilon.
     """
     if args.noise_multiplier is None:
         return run, _noise(args, run)

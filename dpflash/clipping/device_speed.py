@@ -1,6 +1,6 @@
 """Speed of a device: peak FLOP/s of matrix products by dtype, memory bandwidth, launch time.
 
-The planner uses these figures. Those of GPUs come from data sheets; those of CPUs are nominal.
+The planner uses these figures. Figures of GPUs come from data sheets; those of CPUs are nominal.
 """
 
 from __future__ import annotations

@@ -175,8 +175,8 @@ class Gate:
     ) -> Tensor | None:
         """Take the tensors of a linear operation, G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O].
 
-        With `swapped`, for a transposed weight, x is the output gradient. If samples are units,
-        x is [1, n, I] and dy [1, n, O], with the entries of all units.
+        With `swapped` (for a transposed weight) x is the output gradient and dy the input. If
+        samples are units, x is [1, n, I] and dy [1, n, O], with the entries of all units.
 
         Returns:
             The gradient of the handle, or None if (x, dy) is saved instead.

@@ -48,10 +48,13 @@ _active: list[TrafficCount] = []
 def count_traffic() -> Iterator[TrafficCount]:
     """Count the bytes that context parallelism passes to torch.distributed on this rank.
 
-    With P ranks, a pairwise send counts its bytes, an all-to-all counts the bytes that leave the
-    rank, an all-gather or a reduce-scatter counts P - 1 times one shard, and an all-reduce counts
-    ``2 (P - 1) / P`` times its tensor. The few integers by which ranks compare their arguments
-    before a call are not counted.
+    With P ranks, these bytes are counted:
+
+    - of a pairwise send its bytes, and of an all-to-all the bytes that leave the rank
+    - of an all-gather or a reduce-scatter P - 1 times one shard
+    - of an all-reduce ``2 (P - 1) / P`` times its tensor
+
+    The few integers by which ranks compare arguments before a call are not counted.
     """
     count = TrafficCount()
     _active.append(count)

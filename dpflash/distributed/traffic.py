@@ -236,8 +236,8 @@ def require_enough_heads(sharded: ShardedPattern, mode: str) -> None:
 def heads_per_rank(sharded: ShardedPattern) -> tuple[list[slice], list[slice]]:
     """Return the query heads and the key/value heads of each rank in mode "ulysses".
 
-    A rank has all query heads of each of its key/value heads. If there are fewer key/value heads
-    than ranks, k and v count as repeated to H heads.
+    A rank has all query heads that use the rank's key/value heads. If there are fewer key/value
+    heads than ranks, k and v count as repeated to H heads.
     """
     size = sharded.layout.world_size
     groups = sharded.num_kv_heads

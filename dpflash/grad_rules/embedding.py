@@ -173,7 +173,7 @@ class PrivateEmbedding(PrivateModule):
     def _one_dimensional(self, indices: Tensor) -> Tensor:
         """Return positions [T] as [1, T], and one index per sample, [B], unchanged.
 
-        If T = B, indices are positions if an earlier call had positions with T != B.
+        If T = B, indices count as positions if an earlier call had positions with T != B.
 
         Raises:
             PrivateRefusal: T = B, and no earlier call had positions.

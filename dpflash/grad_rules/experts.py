@@ -2,8 +2,8 @@
 
 The pairs (token, expert) are sorted by the token's sample and, within a sample, by expert. The
 pairs of one sample and one expert are a segment, and products are computed segment by segment. So
-the rounding of a sample's numbers depends only on its own tokens, and its gradient for an expert
-is dy^T x over one segment.
+the rounding of a sample's numbers depends only on the sample's own tokens, and the sample's
+gradient for an expert is dy^T x over one segment.
 
 Letters: B samples, T tokens of a sample, K experts of a token, N experts, S = B T K pairs,
 I inputs, O outputs.

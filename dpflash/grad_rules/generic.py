@@ -1,7 +1,8 @@
 """Rule for all other leaf layers: each sample runs with its own copy of the parameters.
 
 Under vmap over samples, the handles [B, ...] replace the parameters, and autograd's gradients for
-the handles are per-sample gradients. This is as slow as vmap; common layers have faster rules.
+the handles are per-sample gradients. This rule is as slow as vmap. Common layers have faster
+rules.
 """
 
 from __future__ import annotations

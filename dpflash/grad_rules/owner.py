@@ -360,9 +360,9 @@ def _is_equal(outputs: Any, expected: Any) -> bool:
 class PrivateSampleBySample(PrivateOwner):
     """A module without parameters of its own whose layers do not get the batch first.
 
-    T5's first attention looks up positions `[T, T]` that all samples share; in Swin's layers the
-    first dimension is windows of samples. This class runs the module for each sample. A bias that
-    is looked up by positions then needs B times the memory.
+    For example, T5's first attention looks up positions `[T, T]` that all samples share, and in
+    Swin's layers the first dimension is windows of samples. This class runs the module for each
+    sample, so a bias that is looked up by positions needs B times the memory.
     """
 
     def is_private_call(self) -> bool:

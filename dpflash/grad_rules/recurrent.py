@@ -203,8 +203,8 @@ class PrivateRecurrent(PrivateModule):
     that of the plain module, most of all with grad_sample_mode="ghost".
 
     A PackedSequence is padded to the longest sequence that the module has received. It must be
-    packed with ``enforce_sorted=False``. Unpack with `total_length`, since layers whose shapes
-    depend on the longest sample of the batch are refused in the first batch.
+    packed with ``enforce_sorted=False``. Unpack with `total_length`: otherwise later layers'
+    shapes depend on the batch's longest sample, and the first batch is refused.
 
     Guarantees:
         Row i of all outputs depends only on row i of the inputs and states. For packed sequences

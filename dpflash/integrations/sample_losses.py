@@ -1,9 +1,9 @@
 """Per-sample losses of transformers' models, from their logits and labels.
 
-The models' own loss is a mean over the tokens of the whole batch, which couples its samples. Here
-each sample's loss is the mean over its own valid labels. For a batch of one sample the two losses
-are equal, which `other_loss` checks. `changed_in_company` checks that a sample's loss is the same
-in a batch of one sample and in a batch of several.
+The models' own loss is a mean over the tokens of the whole batch, which couples the samples. Here
+the loss of a sample is the mean over the sample's own valid labels. For a batch of one sample the
+two losses are equal, which `other_loss` checks. `changed_in_company` checks that a sample's loss
+is the same in a batch of one sample and in a batch of several.
 
 Letters: B samples, T tokens, V classes.
 """

@@ -32,7 +32,7 @@ class PlaceGradients:
         values: the products `[B, K]`, fp64, of each clipping group.
         squares: squared sizes `[B]`, fp64, of each group, to which rounding is relative.
         parts: (group, position, whether it arrived at the handle) of each recorded gradient. A run
-            whose forward was compiled has other parts; its gradients are not compared.
+            with a compiled forward has other parts, and its gradients are not compared.
     """
 
     def __init__(self, seed: int, finished: Callable[[int], object] = lambda group: None) -> None:

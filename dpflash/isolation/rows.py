@@ -68,8 +68,9 @@ def exchanged(
         rows: for each row of the copy, the number of the row that it contains.
         size: the number of rows; with units, the number of their positions.
         units: the samples if they are not single rows; tensors that describe units stay.
-        lengths: lengths of the samples if the batch is the arguments of a model, else None. Lists
-            of other numbers are settings then; these and ambiguous lists are copied unchanged.
+        lengths: lengths of the samples if the batch is the arguments of a model, else None. With
+            `lengths`, lists of other numbers count as settings; settings and ambiguous lists are
+            copied unchanged.
     """
     shape = (size,) if units is None else units.shape
     has_rows = is_unclear = False

@@ -35,8 +35,8 @@ class Banded:
     Args:
         bands: b >= 1. With b = 1 the noise is independent.
         coefficients: c_0 = 1 >= c_1 >= ... >= c_(b-1) >= 0, each rounded to a multiple of 2^-8.
-            The default, which suits about b steps, is the first b coefficients of the square root
-            of the prefix sums; `optimized` finds better coefficients for longer runs.
+            The default is the first b coefficients of the square root of the prefix sums, which
+            suits about b steps. `optimized` finds better coefficients for longer runs.
 
     Raises:
         ValueError: an argument is out of its range.

@@ -75,7 +75,8 @@ def compare_bands(
         target_epsilon, target_delta, accountant: see `dpflash.accounting.get_noise_multiplier`.
         bands: numbers of bands to compare, each at most the number of steps and
             num_samples / batch_size; None for powers of two from 1 on, until the error has risen
-            twice. Noise of several bands that training could not draw exactly is left out.
+            twice. Numbers of bands for which training could not draw the noise exactly are left
+            out.
         parameters: the number of elements of the trained parameters; pass it with max_memory.
         max_memory: leave out noise whose tensors (`Banded.state_bytes`) need more bytes than this.
         momentum, weight_decay: see `Banded.expected_error`.

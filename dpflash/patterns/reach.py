@@ -14,7 +14,7 @@ def reaches_all(pattern: Pattern, tokens: int, heads: int = 1) -> bool:
     """Return whether the last of T >= 1 positions depends on all tokens, given enough layers.
 
     The function follows, from the last position, the keys that each position sees in any head.
-    For example, it returns False if blocks see only themselves or no branch connects segments.
+    The result is False, for example, if blocks see only themselves or no branch connects segments.
     """
     if isinstance(pattern, Adaptive):
         return True  # any block may be chosen

@@ -1,7 +1,7 @@
 """Descriptions and pictures of patterns of any length, made from their tile graphs.
 
-A cell of a picture stands for many pairs of tokens. If a cell has too many rows, rows are sampled
-with a fixed seed.
+A cell of a picture stands for many pairs of tokens. If a cell has too many rows, some rows are
+drawn at random, with a fixed seed.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ class LoopSeeds:
     """Seeds the generators for dataset, collate function and loop during a logical batch.
 
     At the end of the batch the user's generators are restored: numbers drawn after a release, for
-    example for a public batch, must not show the number of microbatches. `key` is a function that
-    returns the current 32-byte key; ranks with different samples have different seeds.
+    example for a public batch, must not show the number of microbatches. Ranks with different
+    samples have different seeds. `key` is a function that returns the current 32-byte key.
     """
 
     def __init__(

@@ -276,8 +276,9 @@ class _Trial:
         """Return whether an entry's row depends on the other entries, at equal random states.
 
         The order of rows is ignored, because some loaders may sort. If equal calls give different
-        results, the function is tested again with its state restored before each call. If results
-        still differ, batches of one repeated entry show whether a row alone is random.
+        results, the function is tested again, and its state is restored before each call. If
+        results still differ, batches that repeat one entry show whether each row is random by
+        itself.
         """
         if self._mixes():
             return True

@@ -185,9 +185,9 @@ class FittingCollate:
     entry, but never changes the fields of the model entry. If a dataset reads several entries at
     once, entries are compared in the form that they have when read together.
 
-    A dataset may change the form of all its entries, for example in a curriculum of lengths. If an
-    entry does not fit, the model entry is read again; if the model entry no longer fits, the form
-    is determined again, which gives the same form if only single entries have changed.
+    A dataset may change the form of all its entries, for example in a curriculum of lengths. So if
+    an entry does not fit, the model entry is read again. If the model entry no longer fits, the
+    form is determined again; if only single entries have changed, the form stays the same.
 
     Args:
         collate: the user's function.
@@ -196,9 +196,9 @@ class FittingCollate:
         each: the number of rows of a unit, which are contiguous.
 
     Raises:
-        PrivateRefusal: the function fails on the first entries, or on a batch of entries that fit;
-            the rows of a batch are in another order than its entries; or the function is a `PadTo`
-            with a padding value for a field that the model entry does not have.
+        PrivateRefusal: the function fails on the first entries or on a batch of entries that fit,
+            changes the order of entries, or is a `PadTo` with a padding value for a field that the
+            model entry lacks.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class FittingCollate:
     ) -> tuple[Shorter, ...]:
         """Return versions of a batch without its longer items (entries or indices).
 
-        There is one version for each length that varies, and none if collating is random.
+        There is one version for each length that varies, and no version if collating is random.
         """
         if form is None or len(items) < 2 or not self._may_shorten():
             return ()
@@ -567,7 +567,7 @@ class _Form:
     def adopted(self, batch: Any) -> Any:
         """Convert numbers of narrower dtypes in a batch to the dtypes of the form.
 
-        So the dtype of an integer does not depend on whether its batch contains a fraction.
+        So the dtype of a field does not depend on whether the batch contains a fraction in it.
         """
         new = {}
         for place, x in _numbers_of(batch):

@@ -1,8 +1,8 @@
 """PrivateDataLoader: yields logical batches in microbatches with a public number of rows.
 
-One optimizer step releases one logical batch, which consists of one or more microbatches. Each
-microbatch is yielded with a mark that says whether it is the last one, so a loop that stops within
-a logical batch leaves no stale state. `slots` chooses the rows that hold samples.
+One optimizer step releases one logical batch, which consists of one or more microbatches. The mark
+of each microbatch says whether it is the last one, so a loop that stops within a logical batch
+leaves no stale state. `slots` chooses the rows that hold samples.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def is_real(self) -> Tensor:
         """`[B]`, bool: True for the current microbatch's rows that are samples. PRIVATE.
 
-        With packed documents it has one element for each document, with pairs one for each pair.
+        With packed documents there is one element for each document, with pairs one for each pair.
         In an isolation test (trial) all elements are False, so that a mean would be NaN. Use sums
         and counts: `total += losses[loader.is_real].sum()`, `count += loader.is_real.sum()`. The
         losses of padding rows have no meaning.
@@ -557,7 +557,8 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def load_state_dict(self, state: Mapping[str, int], *, key: bytes | None = None) -> None:
         """Continue at a position; open epochs end. All ranks call this together.
 
-        If the position is an earlier one, the logical batches from there on are sampled anew.
+        If the loader was past this position, logical batches from the position on are sampled
+        anew.
 
         Args:
             state: a `state_dict()` of a loader with this sampling scheme.

@@ -34,8 +34,8 @@ class FixedDraws(Fixed):
 class DrawSampler(FixedDraws, Uncopied, ABC):
     """Base class of samplers. Logical batch t is a function of the key and t.
 
-    Iteration yields this rank's samples only, at most physical_batch_size at a time. Only loaders
-    other than the private loader iterate it; the private loader adds padding rows (see `slots`).
+    Iteration yields this rank's samples only, at most physical_batch_size at a time. Only other
+    loaders iterate over a sampler; the private loader adds padding rows (see `slots`).
 
     Args:
         num_samples: size of the dataset.

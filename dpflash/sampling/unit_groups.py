@@ -26,9 +26,9 @@ class UnitGroups:
 
     Args:
         dataset: a map-style dataset.
-        unit_of: the unit of each entry, in the dataset's order; or a function that returns the
-            unit of an entry, for which the whole dataset is read once. Units are compared by
-            value, such as numbers or strings. Several units are a tuple, list, set or 1-D tensor.
+        unit_of: the unit of each entry, in the dataset's order; or a function from an entry to its
+            unit, for which the whole dataset is read once. Units are compared by value, such as
+            numbers or strings. Several units are a tuple, list, set or 1-D tensor.
         limit: k, the largest number of entries of a unit in one logical batch ("unit"), or in all
             of training ("example").
         sampling: "unit" if units are sampled, "example" if entries are sampled.

@@ -24,8 +24,8 @@ _IN_TURNS = (
 class Turns:
     """Decides which gradients the first optimizer steps on. The others step on the same.
 
-    If an optimizer steps a second time, a new step begins. An optimizer that does not step
-    before the next microbatch or backward skips the release.
+    If one of the optimizers steps a second time, a new step begins. An optimizer that does not
+    step before the next microbatch or backward skips the release.
 
     Args:
         optimizer: the wrapped optimizer, or several as one.

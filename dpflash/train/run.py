@@ -216,8 +216,8 @@ class TrainingRun:
     ) -> TrainingRun:
         """Continue the job in a folder from its last checkpoint, with any number of ranks.
 
-        The fields in `given` must equal those of the job's configuration; only `data`, `eval_data`
-        and `ledger` may differ, because files may have moved.
+        The fields in `given` must have the values of the job's configuration. Only `data`,
+        `eval_data` and `ledger` may differ, because files may have moved.
         """
         folder = Path(folder)
         launch = launch or Launch()
