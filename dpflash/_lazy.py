@@ -1,4 +1,4 @@
-"""Lazy imports: a package's `__getattr__` that imports a name or module when first accessed."""
+"""Lazy imports: a package's `__getattr__`, which imports a name or module on first access."""
 
 from __future__ import annotations
 

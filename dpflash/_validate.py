@@ -16,12 +16,11 @@ _T = TypeVar("_T")
 
 _LEAST_BOUND, _MOST_BOUND = 1e-30, 1e30
 _LEAST_NOISE = 2.0**-30
-# Multiplied by 2^31, the bound's limit in grid steps: `dpflash.kernels.noise.MAX_SCALE`.
+# Times 2^31, the largest bound in grid steps, this is `dpflash.kernels.noise.MAX_SCALE`.
 _MOST_NOISE = 2.0**14
 
 
 def _real(name: str, value: object) -> float:
-    """Return the value as a float. Refuse booleans, NaN and values that are not numbers."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(
             f"{name}={value!r}: expected a number, got {type(value).__name__}; "
@@ -58,7 +57,7 @@ def finite(**values: object) -> None:
 
 
 def noise_fits(*, max_grad_norm: float, noise_multiplier: float) -> None:
-    """Refuse a bound and noise that float32 sums cannot represent. Without noise accept any bound.
+    """Refuse bounds and noise that float32 sums cannot represent. Without noise accept any bound.
 
     With the values accepted, sums of 10^8 samples and noise of 300 standard deviations are below
     float32's maximum, 3.4e38. The grid step of clipped gradients, 2^-30 of the bound, is above
@@ -127,7 +126,7 @@ def bytes_of(**values: object) -> int:
             number = float(found.group(1)) if found else math.nan
         except ValueError:
             number = math.nan
-        # Refuse text such as "80" without a unit, which is hardly meant as 80 bytes.
+        # Refuse text without a unit, such as "80", which hardly means 80 bytes.
         if found is None or not number > (0 if found.group(2) else 2**10):
             raise ValueError(
                 f"{name}={value!r}: expected bytes; pass a number of bytes, or a string with a "
@@ -172,7 +171,7 @@ def did_you_mean(name: str, known: Iterable[str], *, always: bool = False) -> st
 
 
 def naming_unknown_fields(kind: type[_T]) -> type[_T]:
-    """Class decorator: a dataclass's error for an unknown keyword names similar fields."""
+    """Class decorator: in errors about unknown keywords of a dataclass, name similar fields."""
     init: Any = kind.__init__
     known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
 

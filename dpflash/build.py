@@ -86,7 +86,7 @@ _OF_DRAWS = (
 )
 
 _USUAL_DELTA = 1e-5  # assumed if no delta is known
-# The grid step of this bound is 1e-5, and without noise smaller gradients are rounded to zero.
+# With this bound the grid step is 1e-5. Without noise, smaller gradients are rounded to zero.
 _COARSE_BOUND = 1e4
 
 
@@ -99,8 +99,6 @@ class Given(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """Results of `_check`, which changes nothing."""
-
     layers: list[Layer]
     trained: list[nn.Parameter]
     groups: list[Group]
@@ -219,7 +217,7 @@ def build(
         )
         trial = Trial(sandbox, schedule)
         declared = privacy.loss_reduction
-        # No place trials on context ranks, which have the losses of their own tokens only.
+        # No place trials on context ranks, whose losses are of their own tokens only.
         if (plan.packing is None and declared is None) or ranks.context is None:
             place_trial = PlaceTrial(
                 sandbox,
@@ -278,13 +276,13 @@ def build(
 
 
 # id of a dataset -> (a weak reference to the dataset, [(spending, entries), ...]). The list has
-# each engine that has released steps on the dataset, and the engine that was the last to use it.
-# `entries` holds the indices that the engine's loader samples from; None for all entries.
+# the engines that have released steps on the dataset, and the engine that used the dataset last.
+# `entries` are the indices from which the engine's loader samples; None for all entries.
 _spendings: dict[int, tuple[ref[Any], list[tuple[Spending, set[Any] | None]]]] = {}
 
 
 def _is_trained_on(dataset: Any, spending: Spending) -> bool:
-    """Return True if another engine, but not yet this one, has releases from this dataset.
+    """Return whether another engine has releases from this dataset, but this engine has none.
 
     Two subsets of a dataset count as the same dataset if they have an entry in common.
     """
@@ -321,7 +319,6 @@ def _origin(dataset: Any) -> tuple[Any, set[Any] | None]:
 
 
 def _devices_of(module: nn.Module) -> frozenset[torch.device]:
-    """Return the devices of the model's parameters, without the CPU."""
     return frozenset(p.device for p in module.parameters() if p.device.type != "cpu")
 
 
@@ -351,7 +348,7 @@ def _check(
         physical_batch_size=performance.physical_batch_size,
         rank_part=(ranks.data_rank, ranks.data_size),
         public_length=privacy.public_length,
-        # With several ranks, optimizer.step() refuses foreign batches on all ranks together.
+        # With several ranks, optimizer.step() refuses foreign batches, on all ranks together.
         foreign_batches=privacy.foreign_batches or ranks.everyone is not None,
         devices=_devices_of(module),
     )
@@ -418,7 +415,7 @@ def sampling_plan(data_loader: DataLoader, privacy: PrivacyConfig) -> SamplingPl
 
 
 def memory_of_states(given: Given, performance: PerformanceConfig) -> tuple[int, int]:
-    """Return (elements of the trained parameters, bytes available for banded noise's states)."""
+    """Return (elements of trained parameters, bytes that states of banded noise may take)."""
     if not isinstance(given.module, nn.Module):
         return 1, 1  # make_private refuses this module later
     trained = trained_parameters(given.module, listed(given.optimizer))
@@ -440,7 +437,7 @@ def calibrated(
     """Return (plan, steps, noise multiplier), so that these steps spend (epsilon, delta).
 
     All ranks use the first rank's noise multiplier. If `state_memory` (see `memory_of_states`) is
-    passed, the plan returned has the number of bands with the least error.
+    passed, the returned plan has the number of bands with the least error.
     """
     if steps is None:
         assert epochs is not None
@@ -477,9 +474,9 @@ def _with_bands(
     delta: float,
     state_memory: tuple[int, int],
 ) -> SamplingPlan:
-    """Return the plan with the least error: unchanged for one band, else with cyclic Poisson."""
+    """Return the plan with the bands of least error; with several, it samples cyclically."""
     parameters, memory = state_memory
-    # The factor offsets the rounding of the quotient: no part may be smaller than a batch.
+    # The factor offsets the quotient's rounding, so that no part is smaller than a batch.
     size = math.floor(plan.batch_size / plan.sample_rate * (1 + 1e-9))
     found = compare_bands(
         num_samples=size,
@@ -589,7 +586,7 @@ def _backward(
     if privacy.verify_first_batch:
         allow_second_backwards()
     only_instantiate = performance.optimize == "none" or privacy.exact is True
-    # "ghost" runs two backwards, which must compute the same gradients.
+    # The two backwards of "ghost" must compute the same gradients.
     repeats = performance.attention_backend != FAST
     memory = performance.memory_budget or default_memory_budget(device)
     planner = Planner(
@@ -689,7 +686,6 @@ def _check_pairs(privacy: PrivacyConfig, ranks: Ranks) -> None:
 
 
 def _check_exact_packing(collate: PackTo, module: nn.Module) -> None:
-    """Refuse exact=True if a document's rounding depends on where it is packed."""
     if collate.align % EXACT_ALIGN:
         raise ValueError(
             f"exact=True with PackTo(align={collate.align}): a document's rounding would depend "

@@ -39,7 +39,7 @@ AUTO = "auto"  # noise_mechanism="auto" chooses the number of bands with the lea
 CLIPPINGS = ("flat", "per_layer")
 CLIP_FUNCTIONS = ("hard", "automatic")
 
-# Number of bands of the noise (None: independent noise; 2: two or more) -> allowed samplings.
+# Number of bands of the noise (None: no mechanism; 2: two or more) -> allowed samplings.
 _SAMPLINGS_OF_BANDS = {
     None: ("poisson", "fixed_size", "shuffled", ALLOCATION),
     1: INDEPENDENT,
@@ -109,7 +109,7 @@ class PrivacyConfig:
         dataset_size: a public size of the dataset. Sample rate, steps of an epoch and the divisor
             are computed from it alone; the number of entries is private, may differ, and is never
             compared with dataset_size. With None the number of entries counts as public, and the
-            relation is "zero_out". Supported by Poisson sampling and random allocation alone.
+            relation is "zero_out". Only Poisson sampling and random allocation support it.
         sample_rate: the sample rate itself; pass it with steps_per_epoch, in place of
             dataset_size. Random allocation refuses it: the rate is 1 / steps per epoch.
         steps_per_epoch: number of logical batches in an epoch; pass it with sample_rate.
@@ -138,8 +138,8 @@ class PrivacyConfig:
         loss_reduction: "mean" or "sum" if the training loop calls loss.backward() on a scalar
             that is this reduction over samples; None for engine.backward(losses). "mean" needs
             full float32: it is refused if parameters, autocast (also the autocast of `optimize`)
-            or float32 products have lower precision. One case is not detected: convolutions that
-            the model calls as functions, on a GPU whose cudnn rounds them (the default; set
+            or float32 products have lower precision. One case is not detected: a model calls
+            convolutions as functions on a GPU, where cudnn rounds them by default (set
             torch.backends.cudnn.conv.fp32_precision = "ieee").
         budget: a limit on the epsilon of all releases, past and future; a step that would exceed
             it raises `BudgetSpent` and releases nothing.
@@ -153,14 +153,14 @@ class PrivacyConfig:
         example: a public batch of two or more samples (made up, or from another dataset), in the
             form that the loader yields. Before training the loader yields it three times: with
             other contents in half of the samples, in the other half, and unchanged. If the loss or
-            gradient of an unchanged sample differs, a ValueError names the sample, where it
-            differs, and by how much. The model does not train on this batch.
+            gradient of an unchanged sample differs, a ValueError names the sample, the place and
+            the difference. The model does not train on this batch.
         foreign_batches: also accept batches that are not from the private loader. You guarantee
             that each row of such a batch is computed from one privacy unit, that no unit is in two
             rows (no views of a sample, no padding rows, such as those of another private loader),
-            and that its rows and their number were chosen without the private data. Each such
-            batch costs a Gaussian step without amplification, and from the first one on epsilon is
-            for "zero_out". With False a backward on such a batch is refused.
+            and that the batch's rows and their number were chosen without the private data. Each
+            such batch costs a Gaussian step without amplification. From the first such batch on,
+            epsilon is for "zero_out". With False a backward on such a batch is refused.
         allow_buffers: names of buffers, parameters and other entries of `state_dict()` that the
             forward or the loop may change, because you guarantee that their contents are public,
             such as a bound on a weight's norm or a count of releases. A count of forwards
@@ -463,13 +463,14 @@ class PerformanceConfig:
         attention_backend: the attention kernels for the model's forward and backward: "own",
             "fast" or "auto", see `dpflash.attention_backend`. Only with "auto" does a ``with
             dpflash.attention_backend(...)`` in the loop have an effect. exact=True means "own";
-            with "fast" the planner never uses "ghost": grad_sample_mode="ghost" becomes "auto".
+            with "fast" the planner never uses "ghost", and grad_sample_mode="ghost" becomes
+            "auto".
         cuda_graph: on a GPU, replay the model's forward and its clipped backward as CUDA graphs,
             so that a small model does not wait for Python. Losses, charge, noise and release run
-            without graphs, and so do calls that a graph cannot hold: trials, dropout, hooks,
-            several calls before a backward, several ranks, and a model whose forward reads or
-            keeps tensors other than its arguments, parameters, buffers and outputs. Use few batch
-            shapes. Each call overwrites the outputs of the call before. Python values that the
+            without graphs. So do calls that a graph cannot hold: trials, dropout, hooks, several
+            calls before a backward, several ranks, and a model whose forward reads or keeps
+            tensors other than its arguments, parameters, buffers and outputs. Use few batch
+            shapes. Each call overwrites the outputs of the previous call. Python values that the
             forward reads, such as a global, are read at the capture only, except numbers in the
             model's attributes. `engine.optimization` says whether calls are captured, or why not.
             Not yet run on a GPU.
@@ -491,7 +492,7 @@ class PerformanceConfig:
     attention_backend: str = AUTO
     cuda_graph: bool = False
     fp8: bool = False
-    # The mode that was passed; set for each object in __post_init__.
+    # The grad_sample_mode that was passed; __post_init__ sets it for each object.
     asked_mode: ClassVar[str]
 
     def __post_init__(self) -> None:

@@ -96,7 +96,7 @@ def _of_run(
 
 
 def _with_usage(usage: str, function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return the function with a TypeError that shows `usage` if arguments are wrong."""
+    """Wrap the function: a TypeError for wrong arguments shows `usage`."""
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -176,7 +176,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         )
         self._keys = RunKeys(seed, self._ranks, ledger_releases=own.releases if own else 0)
         self._run: PrivateRun | None = None
-        # The report of the model detached last, and why that model must not be released, or None.
+        # (Report of the last detached model, why the model must not be released), or None.
         self._detached: tuple[dict[str, Any], str | None] | None = None
         self._sampler = "none"
         _engines.add(self)
@@ -386,7 +386,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         Guarantees:
             Each sample changes the sum by at most max_grad_norm in L2, over all parameters
             together, whatever its loss; a sample with a NaN or Inf gradient does not change the
-            sum. In a batch without a public number of rows this bound holds up to rounding.
+            sum. In a batch without a public number of rows the bound holds up to rounding.
         """
         if others:
             raise TypeError(
@@ -463,9 +463,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
         return found if interval else found.upper
 
     def remaining_steps(self) -> int | None:
-        """Return how many more steps at the present noise fit the budget; None without a budget.
+        """Return how many more steps with the present noise the budget allows; None without one.
 
-        With a shuffled loader, this is the rest of an epoch charged as a whole, plus whole epochs.
+        With a shuffled loader: the rest of an epoch that was charged whole, plus whole epochs.
         """
         return None if self._run is None else self._run.remaining_steps()
 
@@ -482,7 +482,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     @property
     def neighboring_relation(self) -> str:
-        """The relation that epsilon is for: "add_remove", "zero_out" or "replace_one"."""
+        """The neighboring relation of epsilon: "add_remove", "zero_out" or "replace_one"."""
         return self._spending.relation
 
     @property
@@ -582,16 +582,16 @@ class PrivacyEngine(Uncopied, OnlySettable):
         - "model": the model was tested, but the loop was not, since a batch holds no tensor or
           list with an entry for each sample, is foreign, or comes from BatchMemoryManager.
         - "gradients": like "model", but only the backward was tested, since samples could not be
-          replaced in any call of the model: its layers are called one by one, it went through your
-          own torch.compile, or an argument that differs between calls is neither a tensor with
-          the samples first nor a list with an element for each sample.
+          replaced in any call of the model. Its layers are called one by one, it went through your
+          own torch.compile, or an argument that differs between calls is neither a tensor with the
+          samples first nor a list with an element for each sample.
         - "forward": like "model", but only the forward was tested, since it returns a scalar loss.
         """
         return self._described("verified").verified
 
     @property
     def trials(self) -> str:
-        """Text on the trials so far: what was compared, to which tolerance, and what was not."""
+        """Text on the trials so far: what was compared, with which tolerance, and what was not."""
         return self._described("trials").trials
 
     @property
@@ -611,8 +611,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
     def detach(self, model: nn.Module) -> nn.Module:
         """Make the model's layers ordinary again and return it; the engine keeps its epsilon.
 
-        Any engine can detach a model whose own engine no longer exists. With a mesh, one rank may
-        call detach alone at the end of training; before the next make_private all ranks must.
+        Any engine can detach a model whose own engine no longer exists. With a mesh, all ranks
+        must call detach before the next make_private; at the end of training one may call it
+        alone.
         """
         if self._run is None or model is not self._run.model:
             attachments = attachments_of(model)

@@ -267,7 +267,7 @@ def require_known(criterion: nn.Module) -> type[nn.Module]:
 def _checked_index(
     sample_index: Tensor, num_samples: int | None, targets: Tensor
 ) -> tuple[Tensor, int]:
-    """Return (sample index of each position, flattened, B for no sample; number B of samples)."""
+    """Return (sample index of each position, flattened, or B for no sample; B)."""
     if num_samples is None:
         raise ValueError(
             "num_samples=None with sample_index: pass num_samples=batch.max_documents too"
@@ -287,12 +287,11 @@ def _at_least_float32(values: Tensor) -> Tensor:
 
 
 def _rows(shape: torch.Size) -> tuple[int, int]:
-    """Return (B, n) for reshaping to one row per sample, since -1 fails for an empty batch."""
+    """Return (B, n), to reshape to one row per sample; (B, -1) would fail for an empty batch."""
     return shape[0], math.prod(shape[1:])
 
 
 def _mean_of_each_sample(element_losses: Tensor) -> Tensor:
-    """Average `[B, ...]` to `[B]`; a sample without elements has the loss 0."""
     rows = _rows(element_losses.shape)
     return element_losses.reshape(rows).sum(1) / max(rows[1], 1)
 

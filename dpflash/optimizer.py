@@ -26,8 +26,6 @@ _MADE_BY = "pass it to make_private, after engine.detach(model) if a model is pr
 
 
 def _of_original(name: str) -> Any:
-    """Return a property that reads and sets `name` on the wrapped optimizer."""
-
     def put(self: PrivateOptimizer, value: Any) -> None:
         setattr(self.original_optimizer, name, value)
 
@@ -57,8 +55,8 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
 
     noise_multiplier, max_grad_norm and expected_batch_size may be set between steps, before the
     backward of the next logical batch; each release is accounted for with the values that it used.
-    The properties of the wrapped optimizer (param_groups, state, defaults) may be set too. Setting
-    any other name raises an AttributeError.
+    The wrapped optimizer's properties (param_groups, state, defaults) may be set too. Setting any
+    other public name raises an AttributeError.
 
     Guarantees:
         The wrapped optimizer receives the gradient (clipped sum + N(0, (noise_multiplier *
@@ -107,8 +105,8 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
     def _patch_step_function(self) -> None:
         """Do nothing, so that PyTorch does not run the wrapped optimizer's step hooks in `step`.
 
-        PyTorch calls this when an optimizer is unpickled. It would wrap the `step` of the whole
-        class, and the hook `_refuse_other_steps` would then refuse it.
+        PyTorch calls this when an optimizer is unpickled. PyTorch's method would wrap the `step`
+        of the whole class, and the hook `_refuse_other_steps` would then refuse steps.
         """
 
     def _refuse_other_steps(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
@@ -151,7 +149,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Raise if GradScaler.step reads this: it would have scaled losses before clipping."""
+        """Raise if GradScaler.step reads this, since losses were then scaled before clipping."""
         # Lightning reads this too, before it clips gradients.
         if not sys._getframe(1).f_globals["__name__"].startswith("torch."):
             return False
@@ -249,7 +247,7 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         """
         self._step.public.refuse_inside("optimizer.zero_grad()")
         if self._step.released is not None:
-            with self._step.noting_refusals():  # the loop may skip step() depending on a loss
+            with self._step.noting_refusals():  # a loss may have decided that step() was skipped
                 raise PrivateRefusal(
                     "optimizer.zero_grad() between the last backward of a logical batch and "
                     "optimizer.step() would drop the released gradient. Call zero_grad() after "
@@ -340,7 +338,7 @@ class _Joined(torch.optim.Optimizer):
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that one optimizer with all these groups would have."""
+        """Return the state_dict that one optimizer with all these groups would have."""
         groups: list[dict[str, Any]] = []
         state: dict[int, Any] = {}
         for own in (optimizer.state_dict() for optimizer in self._optimizers):

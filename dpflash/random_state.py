@@ -12,7 +12,7 @@ import torch
 
 
 class RandomState:
-    """A snapshot of the global generators' states, of the CPU and of `devices`."""
+    """The states of the global generators of the CPU and of `devices`, at one time."""
 
     def __init__(self, *devices: torch.device) -> None:
         self._torch = generators_of(*devices)
@@ -46,11 +46,11 @@ def random_state_kept(*devices: torch.device) -> Iterator[None]:
 
 
 def seed_generators(seed: int, *devices: torch.device) -> None:
-    """Seed the global generators. `seed` has 63 bits; torch's CPU generator uses 32 of them."""
+    """Seed the global generators with 63 bits, of which torch's CPU generator uses 32."""
     for generator in generators_of(*devices):
         generator.manual_seed(seed)
     random.seed(seed)
-    # Add a third word: with the seed's two words alone, NumPy's numbers would equal Python's.
+    # Add a third word: with only the seed's two words, NumPy's numbers would equal Python's.
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])
 
 

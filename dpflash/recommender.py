@@ -46,7 +46,7 @@ class Quality:
     The two models differ only in their pattern.
     """
 
-    tokens: int  # tokens per window of the small model; the pattern's lengths are scaled to it
+    tokens: int  # tokens per window of the small model, to which the pattern's lengths were scaled
     difference: float  # nats per byte; lower is better
     difference_ci95: tuple[float, float]  # confidence interval over the choice of windows
     relative_difference: float  # difference / loss with dense attention
@@ -66,7 +66,7 @@ class Candidate:
     variant: str  # name of the pattern in the measurements
     pattern: Pattern  # for `dpflash.attention(pattern=...)` and the modules
     expected_ms: float  # time of one call, ms
-    expected_peak_mib: float | None  # growth of memory during a call, MiB; None if unknown
+    expected_peak_mib: float | None  # growth of memory during a call, in MiB; None if unknown
     fits: bool  # whether the growth of memory is within the limit
     pair_share: float  # number of (query, key) pairs / number in dense attention
     quality: Quality | None  # held-out loss of a small model; None if not measured
@@ -83,7 +83,7 @@ class Candidate:
         if self.quality is not None:
             loss = f"{self.quality.relative_difference:+.2%}"
         fits = "yes" if self.fits else "NO"
-        # A share below 1 must not be rounded to 100%.
+        # Do not round a share below 1 to 100%.
         share = self.pair_share if self.pair_share >= 1 else min(self.pair_share, 0.999)
         return self.variant, _digits(self.expected_ms), mib, fits, f"{share:.1%}", loss
 
@@ -131,8 +131,6 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class _Question:
-    """The arguments of `recommend`."""
-
     tokens: int
     memory: int | None
     causal: bool
@@ -156,8 +154,6 @@ class _Question:
 
 @dataclass(frozen=True)
 class _Case:
-    """One measurement of attention with a pattern."""
-
     direction: str
     dtype: str
     tokens: int
@@ -282,7 +278,7 @@ def _read(results: Results) -> list[_Row]:
 
 
 def _of_device(runs: Iterable[_Row], device: str) -> list[_Row]:
-    """Return the runs on a device: full runs before quick runs, then later before earlier."""
+    """Return the runs on a device: full runs before quick runs, and later before earlier runs."""
     name = f"CPU {cpu_model()}" if device == "cpu" else device
     if device == "cuda" and torch.cuda.is_available():
         name = torch.cuda.get_device_name()
@@ -336,8 +332,8 @@ def _brief(pattern: Pattern) -> str:
 
 
 def _losses(run: _Row) -> Iterator[tuple[Pattern, Quality]]:
-    # Quick runs train too briefly. Measurements of private models, which have other baselines, are
-    # left out too, since the noise is larger than the differences.
+    # Leave out quick runs, which train too briefly, and private models: their baselines differ,
+    # and their noise is larger than the differences between patterns.
     rows = [] if run["environment"].get("quick") else run["rows"]
     for row in rows:
         if (row.get("section"), row.get("baseline")) != ("quality", "dense"):
@@ -397,7 +393,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _nearest(cases: Sequence[_Case], asked: _Question, kinds: tuple[type, ...]) -> list[_Case]:
-    """Return, for each pattern, the first measurement with this T and the nearest width."""
+    """Return each pattern's first measurement with the asked T and the nearest width."""
     of_kind = [
         case
         for case in cases
@@ -462,7 +458,7 @@ def _choose(found: Sequence[Candidate], asked: _Question) -> tuple[Candidate, li
         )
     no_worse = [one for one in fitting if not one.is_worse] or fitting
     as_fast = [one for one in no_worse if one.expected_ms <= _AS_FAST * no_worse[0].expected_ms]
-    # Some patterns count a pair twice, so the share may exceed 1 and is limited to 1.
+    # Limit the share to 1, which it may exceed since some patterns count a pair twice.
     chosen = max(
         as_fast,
         key=lambda one: (min(1.0, one.pair_share), isinstance(one.pattern, Dense)),

@@ -23,11 +23,10 @@ TOGETHER = (
 class PrivateRefusal(RuntimeError):
     """Raised if training must stop for a reason that depends on the private data.
 
-    The fact that this error was raised depends on private data and is not covered by epsilon: see
-    "Refusals" in docs/guarantees.md. Every other error depends on public facts alone: arguments,
-    code, declared shapes. If a rank is lost within a logical batch, the other ranks raise a
-    subclass that is also a `dpflash.distributed.RankError`, since the lost rank may have raised a
-    PrivateRefusal.
+    Epsilon does not cover the fact that this error was raised, see "Refusals" in
+    docs/guarantees.md. Every other error depends on public facts alone: arguments, code, declared
+    shapes. If a rank is lost within a logical batch, it may have raised a PrivateRefusal. So the
+    other ranks raise a subclass of PrivateRefusal that is also a `dpflash.distributed.RankError`.
 
     Args:
         message: names layers and arguments, and says what to do; must contain no value, index,
@@ -48,7 +47,7 @@ class PrivateWarning(UserWarning):
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning whose location is the user's line, outside of dpflash and torch."""
+    """Issue a warning that is located at the user's line, outside of dpflash and torch."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:

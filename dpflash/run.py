@@ -219,7 +219,6 @@ class PrivateRun:
         return found
 
     def _refuse_tried(self, refusal: str | None) -> None:
-        """Raise on all ranks if `refusal` is a message on any rank."""
         try:
             self.backward.proof.refuse(refusal)
         except RuntimeError as error:
@@ -268,20 +267,20 @@ class PrivateRun:
         return losses
 
     def _is_tried(self, losses: Tensor) -> bool:
-        """Return True for the losses of a trial, which needs no backward; check other losses."""
+        """Return True for the losses of a trial, which has no backward; else check the losses."""
         trial, place_trial = self.trial, self.place_trial
         if place_trial is not None and place_trial.is_running:
             self.step.begin_trial()
             if losses.ndim:
                 place_trial.take(losses)
             self.backward.record_place(losses)
-            self._refuse_tried(None)  # raises before the next forward if another rank has ended
+            self._refuse_tried(None)  # raises, before the next forward, if another rank has ended
             return True
         if self.backward.record(losses):
             return True
         if trial is not None and trial.decides and not trial.is_by_sample:
             self._refuse_tried(trial.refusal(losses))
-        # The place trial is checked last, since the other errors are more precise.
+        # Check the place trial last, since the other errors are more precise.
         if place_trial is not None:
             if place_trial.waits and losses.ndim:
                 place_trial.take(losses)
@@ -537,7 +536,7 @@ class PrivateRun:
         resumed from the same checkpoint. Each continuation is a branch with a name in the ledger.
         The epsilons of branches compose; `dpflash budget LEDGER LEDGER` counts the releases that
         both ledgers contain once. Releases in the ledger that are later than the checkpoint stay
-        counted. Without any, a seeded run continues bit for bit as if it had not stopped.
+        counted. Without later releases, a seeded run continues bit for bit as if not stopped.
 
         Args:
             path: path of a file or folder that save_checkpoint wrote.
@@ -584,7 +583,7 @@ class PrivateRun:
 
         Use it for torch.distributed.checkpoint (with `load_state_dict` it implements the Stateful
         protocol) or for your own checkpoints: save it with model.state_dict() and
-        optimizer.state_dict(), and load all three. Its only value is a string, equal on all ranks.
+        optimizer.state_dict(), and load all three. Its one value is a string, equal on all ranks.
         """
         return checkpoint.as_text(self._own_state({}))
 
@@ -721,7 +720,7 @@ class Attachment:
         """Raise if another engine must not take the model over.
 
         Raises:
-            ValueError: this engine still exists, and has no release yet or has an open batch.
+            ValueError: this engine exists, and has either no release yet or an open batch.
         """
         step = self._run.step
         if not self.is_orphan and (step.is_open or not step.releases):
@@ -732,7 +731,7 @@ class Attachment:
             )
 
     def hand_over(self) -> None:
-        """Detach the model for another engine, even if its own engine still exists."""
+        """Detach the model for another engine, even if the model's own engine still exists."""
         detach = self._detach()
         if detach is None:
             self.give_back()

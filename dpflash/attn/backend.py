@@ -14,7 +14,7 @@ from .. import _validate
 
 # The current backend, and whether a private model's forward runs.
 _current: ContextVar[tuple[str, bool]] = ContextVar("attention_backend", default=(AUTO, False))
-# The current backend for torch.compile, which can guard on a global but not trace a ContextVar.
+# The backend for torch.compile, which can guard on a global but cannot trace a ContextVar.
 _traced = AUTO
 # The backend of the private model whose forward ran last, for recomputed forwards.
 _again: str | None = None
@@ -29,10 +29,10 @@ def attention_backend(backend: str) -> AbstractContextManager[None]:
             o = dpflash.attention(q, k, v, causal=True)
         o.sum().backward()  # uses the backend of its forward
 
-    Other libraries have kernels for dense and causal attention in 16 bit. All other calls
-    (patterns, sinks, slopes, masks, biases, fewer queries than keys, float32) run in dpflash's
-    own kernels. So do all calls on ROCm GPUs and, except short samples (see `dpflash.attention`),
-    all calls on a CPU. `dpflash doctor` and `engine.optimization` name the kernels of a device.
+    Other libraries have kernels for dense and causal attention in 16 bit. dpflash's own kernels
+    compute all other calls (patterns, sinks, slopes, masks, biases, fewer queries than keys,
+    float32), all calls on ROCm GPUs and, except short samples (see `dpflash.attention`), all calls
+    on a CPU. `dpflash doctor` and `engine.optimization` name a device's kernels.
 
     Args:
         backend: one of three names.
@@ -93,7 +93,7 @@ def current_backend() -> str:
     if torch.compiler.is_compiling():
         return _traced
     chosen, _ = _current.get()
-    # Autograd runs a backward in other threads, where the forward's ContextVar is not set.
+    # The ContextVar of the forward is not set in the threads in which autograd runs backwards.
     if chosen == AUTO and _again is not None and torch._C._current_graph_task_id() != -1:
         return _again
     return chosen

@@ -63,9 +63,9 @@ def without_noise() -> Iterator[NoiseOff]:
     it compares gradients of a copy of the model, which are not released.
 
     A boundary reads this state in the forward, since its backward may run in a thread of autograd.
-    After the block, also after an exception, noise is on again, both for boundaries crossed later
-    and for later backwards through boundaries that were crossed inside. A boundary crossed by
-    another thread (in a reentrant checkpoint, by a thread of autograd) keeps its noise.
+    Noise is on again after the block, also after an exception. This includes later backwards
+    through boundaries that were crossed inside the block. A boundary that another thread crosses
+    (such as autograd's thread in a reentrant checkpoint) keeps its noise.
     """
     off = NoiseOff()
     before, _switch.off = _switch.off, off
@@ -155,7 +155,7 @@ def cross(boundary: Boundary, *tensors: Tensor) -> tuple[Tensor, ...]:
 def release_of(
     boundary: Boundary,
 ) -> Callable[[Sequence[Tensor], Tensor], tuple[Tensor, ...]]:
-    """Return a function that clips gradients, given their joint squared norms, and adds noise."""
+    """Return function (gradients, joint squared norms) -> clipped gradients plus noise."""
     if torch.compiler.is_compiling():
         # A compiled graph would keep the release's number as a constant, and repeat its noise.
         raise RuntimeError(

@@ -136,7 +136,7 @@ def attention(
         gradients under ``attention_backend("fast")``. On a CPU, torch's own
         `scaled_dot_product_attention` computes dense calls without further options if there is one
         query and no gradient or, outside of private models, one short sample (up to 2^21
-        multiplications). Then the last bits may depend on the number of samples, not with "own".
+        multiplications). The last bits may then depend on the number of samples, not with "own".
     """
     if not isinstance(q, Tensor) or torch.is_autocast_enabled(q.device.type):
         q, k, v = autocast(q), autocast(k), autocast(v)
@@ -174,7 +174,7 @@ def attention(
                 release_of(boundary), q, k, v, key_padding_mask, pattern.key, scale, softcap
             )
             return (o, lse) if return_lse else o
-        # The choice of blocks adds to the gradients of q and k: only `cross` gets whole gradients.
+        # Not within attention: the choice of blocks adds to the gradients of q and k.
         q, k, v = cross(boundary, q, k, v)
     if isinstance(pattern, WithinDocuments) and isinstance(pattern.inner, Adaptive):
         # Blocks are chosen within a document, from its own queries and keys.
@@ -183,7 +183,7 @@ def attention(
         o, lse = _document_by_document(q, k, v, pattern, key_padding_mask, bias, named)
         return (o, lse) if return_lse else o
     if torch.compiler.is_compiling():
-        # Dynamo refuses one tensor in several places of an autograd.Function.
+        # Dynamo refuses one tensor as two arguments of an autograd.Function.
         k = k.view_as(k) if k is q else k
         v = v.view_as(v) if v is q or v is k else v
     blocks = gates = None
@@ -202,8 +202,8 @@ def attention(
 def _runs_in_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
     """Return whether torch's kernel is faster and as good, for example for a short CPU sample.
 
-    Calling dpflash's kernels from Python takes longer than torch's whole call. The kernels also
-    vectorize over queries, so a single query leaves most of a vector empty.
+    For a short sample, calling dpflash's kernels from Python takes longer than torch's whole call.
+    The kernels vectorize over queries, so a single query leaves most of a vector empty.
     """
     if not q.is_cpu or 0 in k.shape or q.shape[3] != v.shape[3]:
         return False
@@ -214,11 +214,11 @@ def _runs_in_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
         short = q.shape[0] == 1 and q.numel() * k.shape[2] <= _SHORT
         if not short or q.dtype not in (torch.float32, torch.float64) or is_in_private_model():
             return False
-        # Checkpointing compares the tensors saved by a forward and by its recomputation, during
-        # which `is_in_private_model` is False: both must take the same kernel.
+        # Checkpointing compares the tensors that a forward and its recomputation save, so both
+        # must use the same kernel. But `is_in_private_model` is False during the recomputation.
         if trains and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return False
-        # If queries are fewer than keys, torch's causal attention takes queries as first tokens.
+        # With fewer queries than keys, torch's causal attention takes queries as the first tokens.
         if causal and not alone and q.shape[2] != k.shape[2]:
             return False
     return current_backend() != OWN and is_eager((q, k, v))
@@ -233,7 +233,6 @@ def _document_by_document(
     bias: Tensor | None,
     named: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Return (o, lse) of an `Adaptive` pattern within documents, one document at a time."""
     pattern._check_size(q.shape[2], q.shape[1])
     results = []
     for begin, end in pairwise(pattern.cu_seqlens):
@@ -317,10 +316,10 @@ def _bias(bias: object, q: Tensor, k: Tensor) -> Tensor:
         )
     dtype = torch.promote_types(q.dtype, torch.float32)
     if bias.dtype == torch.float64 and dtype != torch.float64:
-        # A bias of torch.finfo(torch.float64).min masks no key, so it must not become -inf.
+        # A bias of torch.finfo(torch.float64).min masks no key, so do not convert it to -inf.
         finite = torch.finfo(dtype)
         bias = torch.where(bias.isinf(), bias, bias.clamp(finite.min, finite.max))
-    # Convert before expanding: samples share one copy, and their gradients are summed unrounded.
+    # Convert before expanding: samples share one copy, and the sum of gradients is rounded last.
     return bias.to(dtype).expand(shape)
 
 

@@ -1,8 +1,8 @@
 """Attention as torch operators: opaque to torch.compile, differentiable, with vmap rules.
 
-A pattern is passed as a string, its key, so that a compiled graph holds no tables; the operator
-looks up the tile graph when it runs. The operator of the backward returns an empty tensor in place
-of a gradient that does not exist.
+A pattern is passed as a string, its key, so that a compiled graph holds no tables. The operator
+looks up the tile graph when it runs. The backward's operator returns an empty tensor in place of a
+gradient that does not exist.
 
 Letters: B samples, H query heads, G key/value heads, T query tokens, S key tokens, D head dim of
 queries and keys, E that of values.
@@ -93,7 +93,7 @@ class Attention(torch.autograd.Function):
         bias_grad = bias is not None and ctx.needs_input_grad[8]
         arguments = (do, dlse, o, lse, *tensors, *ctx.options, bias_grad)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            # Without grad mode a node is not needed; the compiler supports no node inside a node.
+            # Without grad mode no node is needed, and the compiler supports no node inside a node.
             grads = (_gradients if _is_plain(arguments) else _BACKWARD)(*arguments)
         else:
             grads = _AttentionBackward.apply(*arguments)
@@ -258,7 +258,6 @@ def _inputs_of(
     softcap: float | None = None,
     backend: str = AUTO,
 ) -> AttentionInputs:
-    """Make the kernels' inputs from an operator's inputs and options."""
     graph = graph_of(q, k, from_key(pattern), blocks, gates)
     key_range = key_range_of(padding)
     extras = (sinks, slopes, key_range, softcap, bias)
@@ -271,7 +270,7 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*given: Any) -> tuple[Tensor, ...]:
-    """Return the results of `_gradients` with an empty tensor in place of None."""
+    """Return the results of `_gradients`, with an empty tensor in place of each None."""
     return tuple(_absent(given[4]) if x is None else x for x in _gradients(*given))
 
 
@@ -308,7 +307,6 @@ def _gradients(
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """Return x `[B, H, T, D]` in the memory layout of `like`."""
     if heads_outside(like):
         return x.contiguous()
     return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -321,7 +319,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 
 
 def _asked(given: Sequence[Any]) -> tuple[bool, bool]:
-    """Return a backward's options bias_grad and squares, False if they were left out."""
+    """Return (bias_grad, squares) of a backward's options; False for one that is left out."""
     bias_grad, squares = (*given[13:], False, False)[:2]
     return bias_grad, squares
 

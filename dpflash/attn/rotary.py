@@ -17,12 +17,12 @@ from dpflash.kernels.capture import is_captured_by_others, kept_in_captures
 from dpflash.kernels.rotary import is_traced
 
 _BASE = 10_000.0
-# Largest number of elements in a cached table. Attention takes far longer than a larger table.
+# Largest cached table, in elements. Making a larger table takes far less time than attention.
 _MOST_ELEMENTS = 1 << 21
 
 
 class Turns(NamedTuple):
-    """The cosine and sine `[T, D / 2]` of the angle of each token and pair of coordinates."""
+    """Cosine and sine, `[T, D / 2]`, of the angles of each token's pairs of coordinates."""
 
     cos: Tensor
     sin: Tensor
@@ -40,7 +40,7 @@ class Turns(NamedTuple):
     def of(cls, x: Tensor, head_dim: int) -> Turns:
         """Return the turns for the positions 0..T - 1 of x `[B, H, T, ...]`, cached by T."""
         tokens = x.shape[2]
-        # No cache then: selective checkpointing needs a recomputation to repeat all operations.
+        # Do not cache then: selective checkpointing needs the same operations in a recomputation.
         is_watched = is_traced() or is_captured_by_others(x.device)
         if is_watched or tokens * head_dim > 2 * _MOST_ELEMENTS:
             return cls.at(torch.arange(tokens, device=x.device), head_dim, x.dtype)

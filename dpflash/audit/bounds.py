@@ -34,14 +34,14 @@ from scipy.special import bdtr, bdtrc, betaincinv, expit, ndtri
 
 from dpflash.accounting import Accountant, gaussian_epsilon
 
-# Each rate gives two cuts: the scores with this false positive and this false negative rate.
+# Each rate gives two cuts: one with this false positive rate, one with this false negative rate.
 _TAILS = (0.5, 0.1, 0.01, 0.001)
 _GUESS_TAILS = np.geomspace(0.4, 1e-4, 20)
 # Least number of errors in a tail that a plan may use: the rate of fewer errors is uncertain.
 _LEAST_COUNTED = 16
-# A plan made from half of this number of canaries has guesses in all but 1 of 6,000 runs.
+# With half of this number of canaries, all plans but 1 in 6,000 have guesses.
 LEAST_CANARIES = 240
-# A plan assumes that the right guesses are this many standard deviations below their mean number.
+# A plan assumes a number of right guesses that is this many standard deviations below the mean.
 _CAUTION = 2.0
 _MOST_EPSILON = 64.0
 _SPREADS = 12.0
@@ -101,7 +101,7 @@ class Plan:
         delta: float,
         confidence: float,
     ) -> Plan:
-        """Choose a plan from these scores `[N]`, for the scores of `canaries` other canaries.
+        """Choose a plan from scores `[N]` for the scores of `canaries` other canaries.
 
         If fewer than 40 of the N canaries are in the data, or out of it, the plan has no guesses.
         """
@@ -254,7 +254,7 @@ def _cut(
     limit: float,
     claim: Claim | None,
 ) -> Cut:
-    """Return errors at one cut; each upper limit is too low with probability at most `limit`."""
+    """Return errors at one cut. Each upper limit is too low with probability <= `limit`."""
     positives = len(outside) - int(np.searchsorted(outside, score))
     negatives = int(np.searchsorted(inside, score))
     most = upper_limit(positives, len(outside), limit)
@@ -269,7 +269,7 @@ def _cut(
 
 
 def upper_limit(successes: int, trials: int, level: float) -> float:
-    """Return Clopper and Pearson's upper limit of a rate; too low with probability <= level."""
+    """Return Clopper and Pearson's upper limit of a rate, too low with probability <= `level`."""
     if successes >= trials:
         return 1.0
     return float(betaincinv(successes + 1, trials - successes, 1 - level))
@@ -296,8 +296,8 @@ def one_run_p_value(
     if correct <= 0:
         return 1.0
     right = float(expit(epsilon))
-    # Search no larger i: W's probability is negligible below correct - far, so that a larger i
-    # would only lower the mean of the probabilities of the i values below `correct`.
+    # Do not search i above `far`. The probability of W below correct - far is negligible, so a
+    # larger i only divides the same sum of probabilities by a larger number.
     spread = math.sqrt(guesses * right * (1 - right))
     far = correct - guesses * right + _SPREADS * spread + _SPREADS
     i = np.arange(1, min(correct, max(int(far), 1)) + 1)

@@ -18,7 +18,7 @@ MOST_FALSE_ALARMS = 1e-3
 # False-alarm rate of each check that tests a hypothesis about random numbers.
 RATE = 8e-5
 _LOW_BITS = 8
-# Allowed error of a contribution, which is 1, or sqrt(2) if ranks wrongly add squares of shards.
+# Allowed error of a contribution of 1. It would be sqrt(2) if two ranks added squares of shards.
 _TOLERANCE = 0.25
 
 
@@ -50,7 +50,7 @@ class Drawn:
 
     @classmethod
     def of(cls, included: Iterable[NDArray[np.int64]], parts: int = 1) -> Drawn:
-        """Count units over logical batches (counts `[N]` each); `parts` batches make a round."""
+        """Sum the counts `[N]` of logical batches over rounds of `parts` batches, and over all."""
         sizes, most = [], 0
         counts = whole = np.zeros(0, dtype=np.int64)
         seen = np.zeros((parts, 0), dtype=bool)
@@ -97,7 +97,7 @@ def check_inclusions(name: str, drawn: Drawn, rate: float, rng: np.random.Genera
 def _continuous(
     counts: NDArray[np.int64], trials: int, rate: float, rng: np.random.Generator
 ) -> NDArray[np.float64]:
-    """Map binomial counts to standard normal numbers, uniformly within each step of the CDF."""
+    """Map binomial counts to standard normal numbers, uniformly within a count's CDF step."""
     law = binom(trials, rate)
     uniform = law.cdf(counts - 1) + rng.random(counts.shape) * law.pmf(counts)
     return np.asarray(ndtri(np.clip(uniform, 1e-300, 1 - 1e-16)))

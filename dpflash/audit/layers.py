@@ -23,7 +23,7 @@ class LayersCanaryModel(nn.Module):
 
     def forward(self, numbers: Tensor, weights: Tensor) -> Tensor:
         """Return losses [B] of canaries `numbers` [B], multiplied by `weights` [B]."""
-        # Alternating signs have mean 0 and variance 1: the norm keeps them. The canary's is +1.
+        # Alternating signs, +1 at the canary: with mean 0 and variance 1 the norm keeps them.
         elements = torch.arange(self.canaries, device=numbers.device)
         signs = (1 - 2 * ((elements - numbers[:, None]) % 2)).to(weights.dtype)
         outputs = self.layer(weights.new_ones(len(numbers), 1)) + self.norm(signs)

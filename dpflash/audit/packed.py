@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 from ..packing import PackedBatch, PackTo
 from .releases import Run
 
-# Sizes with which some logical batches need several microbatches, and one document needs two rows.
+# Sizes with which some logical batches need several microbatches and a document needs two rows.
 _TOKENS, _ROWS, _DOCUMENTS = 24, 3, 8
-# Documents are short, so that a wrong token of a neighbor is a large part of a gradient.
+# Documents are short, so that a neighbor's token would be a large part of a gradient.
 _MOST_TOKENS = 3
 
 
@@ -34,7 +34,7 @@ class PackedCanaryModel(nn.Module):
         )
         with torch.no_grad():
             for weight in self.parameters():
-                # Padding's weights are 0: padding has a gradient, but does not change losses.
+                # With weight 0, padding has a gradient but does not change losses.
                 weight.view(-1)[0] = 0.0
         self.background = None
         self.canaries = canaries

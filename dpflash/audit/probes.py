@@ -26,14 +26,14 @@ from .releases import NewEngine, Release, Run, as_it_is, mechanism_of, whitened
 
 # Noise multiplier in runs that measure contributions.
 LITTLE = 2.0**-8
-# (units, sample rate, releases); at the audited rate the number of units depends on the rate.
+# (units, sample rate, releases) of runs; number of releases of the run at the audited rate.
 _FEW, _MANY, _AUDITED_RELEASES = (32, 1 / 8, 32), (64, 1 / 4, 16), 64
 _PACKED, _ENTRIES = (32, 1 / 4, 16), 2
 _DRAWN, _LEAST_UNITS, _MOST_UNITS = 8.0, 64, 1 << 14
 # Values of grad_sample_mode whose sums are exact, unless exact=False.
 _EXACT_MODES = ("auto", "instantiate")
 _NOISE_RELEASES, _NOISE_WIDTH = 16, 2048
-# Canaries per logical batch: a power of two, so that the sum divided by it is still on a grid.
+# Canaries per logical batch: a power of two, so that sums divided by it are still on a grid.
 _NOISE_CANARIES = 64
 # Logical batches drawn by the sampler alone, for each release at the audited rate.
 _DRAWS = 100
@@ -45,10 +45,10 @@ _EMPTY = (4, 1 / 16, 32)
 class Contributions:
     """The contribution of every unit to each release, measured with little noise."""
 
-    # `[T, N]`, with two tables `[T, 2 N]`: the unit's part of the release, divided by the
-    # contribution of one sampled unit; up to noise, 1 if the unit was sampled and 0 if not
+    # `[T, N]`, or `[T, 2 N]` with two tables: each unit's part of the release, divided by the
+    # contribution of one sampled unit. Up to noise, it is 1 if the unit was sampled, else 0
     units: NDArray[np.float64]
-    # `[T]`: sum of a parameter that all units share, over one contribution; nan if there is none
+    # `[T]`: sum in a parameter that all units share, divided by one contribution; nan without one
     background: NDArray[np.float64]
     drawn: NDArray[np.int64]  # how often the loader sampled each unit; has the shape of `units`
     std: float  # standard deviation of the noise in `units`
@@ -63,9 +63,11 @@ class Noise:
     # `[T, tables, n]`: the noise of each table in each release, divided by its claimed standard
     # deviation, see `whitened`
     vectors: NDArray[np.float64]
-    alone: NDArray[np.float64]  # `[T, tables, m]`: at elements to which no canary contributes
-    # `[T, tables, n]`: the released sums divided by the grid's spacing, claimed to be whole
-    # numbers; None if sums are not claimed to be exact
+    alone: NDArray[
+        np.float64
+    ]  # `[T, tables, m]`: the same at m elements to which no canary contributes
+    # `[T, tables, n]`: released sums divided by the grid's spacing, which must be whole numbers if
+    # sums are exact; None if sums are not claimed to be exact
     multiples: NDArray[np.float64] | None
     std_in_steps: float  # the claimed standard deviation divided by the grid's spacing
 
@@ -76,12 +78,12 @@ class Probes:
 
     inclusions: Contributions  # at the audited sample rate
     sampler: Drawn  # draws of the sampler alone, at the audited sample rate
-    # with few units, so that most rows are padding and some batches are empty
+    # of few units, so that most rows are padding and some batches are empty
     padding: Contributions
     divisor: Contributions  # with a background sum of many units
     packed: Contributions  # documents that share rows
     users: Contributions  # users of two entries each
-    layers: Contributions  # in the weights and biases of a linear layer and a norm
+    layers: Contributions  # to the weights and biases of a linear layer and a norm
     noise: Noise  # at the audited noise multiplier
     # `[T, tables, n]`: noise of releases without samples, over its claimed standard deviation
     empty: NDArray[np.float64]
@@ -89,7 +91,7 @@ class Probes:
 
 @dataclass(frozen=True)
 class Prober:
-    """Makes short runs with new engines, without isolation tests, which would release nothing."""
+    """Makes short runs with new engines. Isolation tests, which release nothing, are left out."""
 
     new_engine: NewEngine
     privacy: PrivacyConfig
@@ -152,7 +154,7 @@ class Prober:
     def packed(self) -> Contributions:
         """Measure releases of packed documents; unit 0 stands for padding, and is never drawn."""
         units, rate, releases = _PACKED
-        # exact=True requires documents that begin at multiples of 64 tokens; these do not.
+        # These documents do not begin at multiples of 64 tokens, as exact=True requires.
         exact = "auto" if self.privacy.exact is True else self.privacy.exact
         asked = self._asked(rate, releases, noise_multiplier=LITTLE, exact=exact)
         run = self._run(asked, units, kind=PackedRun, numbers=np.arange(1, units))
@@ -196,7 +198,7 @@ class Prober:
 
 
 def _noise_of(found: list[Release], run: Run, asked: PrivacyConfig) -> NDArray[np.float64]:
-    """Return noise of releases `[T, tables, n]`, divided by its claimed standard deviation."""
+    """Return the noise of releases, `[T, tables, n]`, over its claimed standard deviation."""
     noise = [release.sums - release.drawn * run.bounds[:, None] for release in found]
     assert asked.noise_multiplier is not None
     std = asked.noise_multiplier * asked.bound

@@ -54,7 +54,7 @@ def read_rank_noise(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Measure noise, divided by its claimed standard deviation, in sharded and in whole tables.
 
-    Returns (`[T x tables, n / ranks]` in this rank's rows, `[T x tables, n]` in whole tables).
+    Returns noise in this rank's rows, `[T x tables, n / ranks]`, and in whole tables.
     """
     mechanism = mechanism_of(audited.privacy)
     rate, steps = 1 / mechanism.bands, _NOISE_RELEASES * mechanism.bands
@@ -82,7 +82,7 @@ def read_shards(audited: Audited, mesh: DeviceMesh) -> Contributions:
     """
 
     def mark(model: Any) -> None:
-        # Every rank computes the same loss, which stands for the loss of its own tokens.
+        # All ranks compute the same loss; the engine takes it for that of the rank's tokens.
         model.context_parallel = ContextParallel.of(mesh, "ring", "contiguous")
 
     prober = Prober(lambda: audited.new_engine(mesh=mesh), audited.privacy, audited.performance)
@@ -93,7 +93,7 @@ def read_shards(audited: Audited, mesh: DeviceMesh) -> Contributions:
 class RankFindings:
     """The measurements of all ranks."""
 
-    # `[M, n]`, noise in rows of sharded tables, of all ranks one after another
+    # `[M, n]`, noise in rows of sharded tables, one rank after the other
     own: NDArray[np.float64]
     whole: tuple[NDArray[np.float64], ...]  # noise in whole tables, by rank
     shards: Contributions  # read by the first rank
@@ -104,7 +104,7 @@ class RankFailure(RuntimeError):
 
 
 class RankProbes:
-    """Runs two processes that probe while the audit continues; a context that ends them."""
+    """Runs two processes that probe while the audit continues. The context's end stops them."""
 
     def __init__(self, audited: Audited):
         self._folder = tempfile.TemporaryDirectory(prefix="dpflash-audit-")
@@ -132,7 +132,7 @@ class RankProbes:
         self._folder.cleanup()
 
     def read(self) -> RankFindings:
-        """Wait for both processes; raise RankFailure, with the output's end, if one has failed."""
+        """Wait for both processes; if one failed, raise RankFailure with its last output."""
         for process in self._processes:
             try:
                 printed, _ = process.communicate(timeout=_SECONDS)

@@ -1,11 +1,11 @@
 """The audited run: canaries with orthogonal gradients, trained through the real engine.
 
 Each table of the model has one weight for each canary, and a canary's loss is a multiple of the
-sum of its own weights. So canary i's gradient lies in coordinates of its own, is the same at every
-step, and is longer than max_grad_norm, so that only clipping bounds it. In these coordinates a
-release is the sum of canary i's contribution, which is 0 or the bound, and noise that is
-independent of the noise in all other coordinates. So, given which canaries are in the data, the
-scores of different canaries are independent, and so are the scores of different steps.
+sum of its own weights. So canary i's gradient is nonzero only in the canary's own coordinates, is
+the same at every step, and is longer than max_grad_norm, so that only clipping bounds it. In these
+coordinates a release is the sum of canary i's contribution, which is 0 or the bound, and noise
+that is independent of the noise in other coordinates. So the scores of different canaries, and of
+different steps, are independent given which canaries are in the data.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def collate(entries: Sequence[_Batch]) -> _Batch:
 class Release:
     """One release of a run."""
 
-    # `[tables, canaries]`, float64 (in a sharded table this rank's rows): the released gradients
-    # times the public expected batch size, by which the engine claims to have divided them
+    # `[tables, canaries]`, float64 (of a sharded table, this rank's rows): released gradients,
+    # times the expected batch size by which the engine divides sums
     sums: NDArray[np.float64]
     background: float  # the sum in the parameter that all canaries share, else nan
     # `[canaries]`: how often the loader sampled each canary for the logical batch
@@ -126,10 +126,11 @@ def as_it_is(model: nn.Module) -> None:
 class Run:
     """A run of the canary model with a new engine and these settings.
 
-    `canaries` is the number of canaries in the model; `numbers` are the canaries of the dataset's
-    entries (default: all). With `background` the model has one table and a parameter that all
-    canaries share, else two tables. `prepare` is called with the model before it is made private,
-    for instance to shard it. `bounds` `[parameters]` is a canary's contribution to each parameter.
+    `canaries` is the number of canaries in the model, and `numbers` are the canaries in the
+    dataset (default: all). With `background` the model has one table, and a parameter that all
+    canaries share; without it, two tables. `prepare` is called with the model before it is made
+    private, for instance to shard it. `bounds` `[parameters]` is a canary's contribution to each
+    parameter.
     """
 
     _model_type: type[nn.Module] = CanaryModel
@@ -149,7 +150,7 @@ class Run:
         everyone = np.arange(canaries) if numbers is None else numbers
         self.engine, self.canaries = engine, canaries
         self.dataset = Canaries(everyone)
-        # Equal norms in both layers, so that flat and per-layer clipping leave the whole bound.
+        # Equal norms in both layers, so that flat and per-layer clipping use the whole bound.
         scale = EXCESS * privacy.bound / math.sqrt(2)
         options = {"background": True} if background else {}
         model = self._model_type(canaries, scale=scale, **options)
@@ -211,7 +212,7 @@ class Run:
     def _read(self, drawn: NDArray[np.int64]) -> Release:
         factor = self.optimizer.expected_batch_size
         grads = [p.grad for p in self.model.parameters()]
-        # Of a sharded parameter, only this rank's rows are read.
+        # Read only this rank's rows of a sharded parameter.
         own = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
         read = [grad.double().flatten().cpu().numpy() for grad in own]
         background = math.nan

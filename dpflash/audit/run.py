@@ -37,7 +37,7 @@ from .report import BLACK_BOX, SCORE_FALSE_ALARMS, WHITE_BOX, AuditReport
 from .scores import numbers_of, plan_for, releases_of, score
 from .strength import Strength
 
-# Warn if canaries in the data have a mean score this many standard errors below the others'.
+# Warn if the mean score of canaries in the data is this many standard errors below the others'.
 _REVERSED = 5.0
 _CURVE = np.concatenate([[0.0], np.geomspace(1e-4, 0.1, 12), np.linspace(0.15, 1.0, 18)])
 
@@ -114,7 +114,7 @@ def run_audit(
     With sample_rate=1 there are steps x canaries scores, else one score for each canary, see
     `dpflash.audit.scores`. `confidence` is the confidence of each of the two bounds on epsilon.
     Without a seed, coins and keys are secret. With `ranks`, two ranks are probed too, in processes
-    of their own; RankFailure is raised if these fail. The report shows `privacy_unit`.
+    of their own. If a process fails, RankFailure is raised. The report shows `privacy_unit`.
     """
     positive_int(canaries=canaries)
     probability(delta=delta, confidence=confidence)

@@ -12,15 +12,16 @@ The sample rate q of the audited run determines the experiment:
   releases together; the claim is the claim of `steps` Poisson-subsampled Gaussian mechanisms.
   The score is the sum over the steps t of log(1 - q + q exp((2 y_t - 1) / (2 sigma^2))), the
   log-likelihood ratio of the whole run. There is one score for each canary, not one for each of
-  the steps x canaries products: a canary's products share its coin, and no claim covers each.
+  the steps x canaries products: a canary's products share its coin, and the claim is about all of
+  them together.
 
 With banded noise of b bands and coefficients c_i, the b parts of the data are sampled in turn, and
-q is the sample rate inside the canary's part. Each release t that samples this part, and the b - 1
-releases after t, are a round. A round takes the place of one release. Let C be the banded matrix
-of the c_i, and x the releases' products with the canary's direction, divided by max_grad_norm.
-Then y is the sum over i < b of c_i (C x)_(t+i) / |c|^2, which is the canary's contribution plus
-noise of standard deviation sigma, independent for each round. The run has b - 1 further releases
-to complete the last round of every part.
+q is the sample rate inside the canary's part. Each release t that samples this part forms a round
+with the b - 1 releases after it, and a round takes the place of one release. Let C be the banded
+matrix of the c_i, and x the releases' products with the canary's direction, divided by
+max_grad_norm. Then y is the sum over i < b of c_i (C x)_(t+i) / |c|^2, which is the canary's
+contribution plus noise of standard deviation sigma, independent for each round. The run has b - 1
+further releases to complete the last round of every part.
 
 In both experiments the coins are fair and independent, as the one-run bound requires, and the
 scores are independent given the coins, as the verdict and the Gaussian bound require.
@@ -75,7 +76,7 @@ def score(
     device: str = "cpu",
     progress: Callable[[], object] = lambda: None,
 ) -> Scored:
-    """Run the engine on canaries and score them; steps_per_epoch is the number of releases.
+    """Run the engine on canaries, score the canaries; steps_per_epoch: number of releases.
 
     If one run is too short for a tight bound, further runs are made with all canaries in the
     data. `progress` is called after each release.
@@ -134,7 +135,7 @@ def _products(
     *,
     anew: bool = False,
 ) -> Iterator[_Products]:
-    """Yield after each release (canaries `[n]` whose round ends, their products y, their coins).
+    """Yield after each release (canaries `[n]` whose round ends, products y `[n]`, coins `[n]`).
 
     `coins` `[canaries]` are the coins of the first release; with `anew` each release has its own.
     """
@@ -158,9 +159,9 @@ def _products(
 
 
 def _parts(run: Run, bands: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Return `[canaries]`: the number p, if releases p, p + bands, ... may sample the canary.
+    """Return, for each canary, the part p: only releases p, p + bands, ... may sample the canary.
 
-    For a canary that is never sampled p is random, since the canary contributes to no release.
+    If a canary is never sampled, it contributes to no release, and p is random.
     """
     parts = rng.integers(bands, size=run.canaries)
     if bands > 1:

@@ -19,18 +19,18 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import ndtri
 
-# Width of the bins in which products are counted, and their range, in standard deviations.
+# Width and range of the bins in which products are counted, in standard deviations.
 _BIN, _FARTHEST = 0.01, 12.0
 # Largest contribution that is considered, divided by the claimed contribution.
 _MOST = 8.0
-# Wanted precision: the lower confidence limit of the contribution is 8% below its estimate.
+# Wanted precision: the contribution's lower confidence limit is 8% below the estimate.
 _WANTED = 0.08
 
 
 def log_likelihood_ratio(
     y: NDArray[np.float64], noise_multiplier: float, sample_rate: float, contribution: float = 1.0
 ) -> NDArray[np.float64]:
-    """Return the log-likelihood ratio of y: canary in the data against canary out of the data."""
+    """Return log(likelihood of y if the canary is in the data / likelihood if it is not)."""
     whole: NDArray[np.float64] = contribution * (2 * y - contribution) / (2 * noise_multiplier**2)
     if sample_rate == 1:
         return whole
@@ -58,7 +58,7 @@ class Strength:
         self._products += len(y)
 
     def further_runs(self, canaries: int, steps: int) -> int:
-        """Return how many further runs, with all canaries in, a tight bound needs: 0, 1 or 2."""
+        """Return how many more runs (0, 1 or 2), with all canaries in, a tight bound needs."""
         if self._rate == 1:
             return 0
         needed = (float(ndtri(0.95)) * self._noise / (_WANTED * self._rate)) ** 2 / steps

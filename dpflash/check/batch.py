@@ -89,5 +89,5 @@ def _is_target(t: Tensor, place: str) -> bool:
     # The last key, field name or position in `place`.
     last = re.split(r"[\[.]", place)[-1].strip("]'")
     is_named = int(last) > 0 if last.isdigit() else last in _TARGET_NAMES
-    # On a GPU an out-of-range target that is not ignored would trigger a device assertion.
+    # On a GPU, a target out of range that is not ignored would trigger a device assertion.
     return t.device.type == "cpu" and is_named

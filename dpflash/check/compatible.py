@@ -21,7 +21,7 @@ from .layers import refused_modules
 from .report import ITSELF
 
 _MOST_GROUPS = 32
-# Smallest number of channels in a group if channels are the only dimension for the statistics.
+# Smallest number of channels in a group if statistics are over channels alone (1d).
 _LEAST_CHANNELS = 4
 
 
@@ -154,7 +154,6 @@ def _group_norm(module: _BatchNorm) -> nn.GroupNorm | None:
 
 
 def _with_affine(norm: nn.Module, old: nn.Module) -> nn.Module:
-    """Give a norm the parameters, and thereby the devices, of the old norm."""
     for name, parameter in old.named_parameters(recurse=False):
         norm.register_parameter(name, parameter)
     return norm.train(old.training)

@@ -38,7 +38,7 @@ _WHICH = "whether the scalar is a mean or a sum: the model is random, or takes n
 
 
 class _Variant(NamedTuple):
-    """A batch of the samples `rows` of `batch`, described by `how`; its row `row` is compared."""
+    """A batch of the samples `rows` of `batch`. Its row `row` is compared; `how` describes it."""
 
     how: str
     batch: Any
@@ -113,7 +113,7 @@ def _differences(
     size = subject.size
     whole = [_Variant("", subject.batch, size, [*range(size)], i) for i in subject.indices]
     references = [_of_sample(subject, variant, reduction, is_alone) for variant in whole]
-    # A small gradient may consist of rounding errors, so differences are relative to the largest.
+    # A small gradient may be rounding errors alone: differences are relative to the largest.
     finite = [reference.sizes for reference in references if reference.is_finite()]
     floors = (
         max((loss for loss, _ in finite), default=0.0),
@@ -149,7 +149,8 @@ def _of_sample(
 ) -> Result:
     """Return the loss of a sample among other samples, and its gradient.
 
-    For a scalar, subtract the scalar without the sample, or with another sample in its place.
+    For a scalar, return its difference to the scalar of the batch without the sample, or with
+    another sample in its place.
     """
     batch, size, rows = variant.batch, variant.size, variant.rows
     if reduction is None:
@@ -168,8 +169,8 @@ def _of_sample(
 def _apart(
     subject: Subject, a: Result, b: Result, floors: tuple[float, float]
 ) -> tuple[float, dict[str, float]]:
-    """Return relative differences above the tolerance: of the loss, and of gradients by name."""
-    # Relative to the whole gradient, since one parameter's gradient may be rounding errors alone.
+    """Return the differences of a and b above the tolerance: of losses, of gradients by name."""
+    # Relative to the whole gradient: a single parameter's gradient may be rounding errors alone.
     loss_size, grad_size = map(max, a.sizes, b.sizes, floors)
     apart = {"": abs(a.loss - b.loss) / loss_size if loss_size else 0.0}
     for name in a.grads.keys() | b.grads.keys():
@@ -192,7 +193,7 @@ def _report(
             original = Place(subject.batch, difference.sample, subject.size)
             located[how] = locate(subject, original, difference.variant.place())
     modules = [where for where in located.values() if where != LOSS_FN]
-    if reduction and modules:  # The scalar contains all samples, so another sample may differ.
+    if reduction and modules:  # A scalar contains all samples, of which another one may differ.
         located = dict.fromkeys(located, modules[0])
     by_place: dict[str, list[_Difference]] = {}
     for difference in filter(_Difference.worst, compared):

@@ -1,7 +1,7 @@
 """Checks the inputs of the layers of a private copy, for several batch sizes B.
 
-The copy has the layers of private training, so layers below a module that runs sample by sample,
-flattened tokens and shared positions are treated as in training.
+The copy has the layers of private training. So it treats as training does: layers below a module
+that runs sample by sample, flattened tokens, and shared positions.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _first_dimensions(
 
 
 def _fits(size: int, dims: set[int]) -> bool:
-    """Return whether each first dimension is the batch size, or 1 for inputs of all samples."""
+    """Return whether each first dimension is the batch size, or 1 for a shared input."""
     return dims <= {size, 1}
 
 

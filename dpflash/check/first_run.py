@@ -1,4 +1,4 @@
-"""First run of a check: loss_fn must return usable losses that train the model alone."""
+"""First run of a check: loss_fn must return usable losses that train only the model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ def first_run(subject: Subject, findings: Findings) -> bool:
 
 
 def _check_leaves(subject: Subject, losses: Tensor, findings: Findings) -> None:
-    """Report parameters and other tensors outside of the model that the losses train."""
     findings.checked.append("whether the losses train anything outside of the model")
     known = {id(p) for p in subject.trained.values()}
     model, again = subject.model, subject.losses(subject.batch)
@@ -96,7 +95,7 @@ def _losses_fit(subject: Subject, losses: Any, findings: Findings) -> bool:
 
 
 def widened(subject: Subject, model: nn.Module, findings: Findings) -> Subject | None:
-    """Return the subject, in float64 if the model supports it; None if the backward raises.
+    """Return the subject, in float64 if the model supports float64; None if a backward raises.
 
     Args:
         subject: the subject, whose first run succeeded.

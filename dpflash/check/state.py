@@ -64,7 +64,7 @@ def check_state(subject: Subject, findings: Findings) -> bool:
         )
         return False
     for name in written:
-        # A module reported as unsupported must be replaced anyway, with its buffers.
+        # Buffers of an unsupported module are not reported, since it must be replaced anyway.
         if (name.rpartition(".")[0] or ITSELF) not in findings.unsupported():
             findings.add(
                 "state",

@@ -54,7 +54,7 @@ class Result(NamedTuple):
 NOTHING = Result(0.0, {}, (0.0, 0.0))
 
 
-# Losses with class weights, which the caller holds in float32; they change no argument in place.
+# Losses with class weights, which the user holds in float32. They change no argument in place.
 _WEIGHTED = (
     F.cross_entropy,
     F.nll_loss,
@@ -139,7 +139,7 @@ class Subject:
         return losses
 
     def result(self, batch: Any, index: int = 0) -> Result:
-        """Return the loss `losses[index]`, or the scalar, with its gradients."""
+        """Return the loss `losses[index]` (or the scalar loss), with its gradients."""
         losses = self.losses(batch)
         if losses.ndim != (0 if self.loss_reduction else 1):
             raise ValueError(f"losses of shape {tuple(losses.shape)}")
@@ -181,7 +181,7 @@ class Subject:
             return 0.0
         with _Narrowest() as narrowest:
             self.losses(self.batch)
-        # This is above rounding errors, which grow with depth, and below other samples' effect.
+        # Above rounding errors, which grow with depth, and below the effect of other samples.
         return float(narrowest.eps ** (2 / 3))
 
     @functools.cached_property
@@ -219,8 +219,6 @@ def randomness_restored(batch: Any) -> Iterator[None]:
 
 
 class _Narrowest(TorchDispatchMode):
-    """Records the largest machine epsilon among the dtypes of all operations' results."""
-
     eps = torch.finfo(torch.float64).eps
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

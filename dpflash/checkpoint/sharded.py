@@ -46,7 +46,7 @@ def save(
     ranks: Ranks,
     as_folder: bool,
 ) -> None:
-    """Write a checkpoint; all ranks call this together. The engine's state is the first rank's.
+    """Write a checkpoint, with the engine's state of the first rank; all ranks call this together.
 
     With `as_folder` each rank writes its part into a folder, else this process writes one file.
     If this or another rank raises an error, an earlier checkpoint stays unchanged.
@@ -67,7 +67,7 @@ def save(
         checkpoint.write(path, {"module": tensors, "optimizer": optimized, **own_state()})
         return
     call = f"save_checkpoint(path={str(path)!r})"
-    # Compare first: ranks that differ here would wait for different exchanges.
+    # Compare first, since ranks with different arguments would wait for different exchanges.
     state = ranks.run_on_all(call, own_state)
     found = checksums(p for p in model.parameters() if not is_sharded(p))
     same = {"releases": state["releases"], "what the parameters have become": found}
@@ -96,10 +96,10 @@ def load(
 ) -> dict[str, Any]:
     """Read a checkpoint, file or folder, without changing anything; all ranks call this together.
 
-    Returns the engine's state, with "module" for `put` and "optimizer" for load_state_dict, which
+    Returns the engine's state, with "module" for `put` and "optimizer" for load_state_dict; both
     hold this rank's part of sharded parameters. `check` must raise ValueError for a state that
     does not match. A missing, damaged or mismatched checkpoint raises FileNotFoundError or
-    ValueError, and RankError on the other ranks.
+    ValueError; ranks that did not find the fault raise RankError.
     """
     path = Path(path)
     call = f"load_checkpoint(path={str(path)!r})"
@@ -191,7 +191,7 @@ def _fill(
 
 
 def _point_to(path: Path, name: str) -> bytes:
-    # The sub-folder's entries must be on the disk before the pointer.
+    # Flush the sub-folder's entries to the disk before the pointer to it is written.
     flush_folder(path)
     with checkpoint.replaced(path / POINTER) as file:
         file.write(f"{name}\n".encode())
@@ -226,7 +226,7 @@ def _split(
         name = names[index]
         values[name], specs[name] = {}, {}
         for key, value in entries.items():
-            # Scalars, such as step counts, are equal on all ranks and may be on another device.
+            # Scalars, such as step counts, are equal on all ranks, perhaps on another device.
             if isinstance(value, Tensor) and (value.ndim or is_sharded(value)):
                 tensors[f"optimizer/{name}/{key}"] = value
                 specs[name][key] = (tuple(value.shape), value.dtype)
@@ -286,7 +286,7 @@ def _read_engine(path: Path, name: str) -> dict[str, Any]:
 
 
 def _take_parts(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Replace the full tensors that were read from a file by this rank's parts."""
+    """Replace full tensors, as read from a file, by this rank's parts of the tensors."""
     own = _inner(model).state_dict()
     state["module"] = {k: _part(v, own[k]) for k, v in state["module"].items()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -304,7 +304,7 @@ def _read_tensors(
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
 ) -> None:
-    """Replace the shapes and specifications in `state` by the tensors of a folder."""
+    """Replace shapes and specifications in `state` by the tensors that the folder holds."""
     folder = path / name
     saved, names = state["optimizer"], _names(model, optimizer)
     if names != saved["names"]:
@@ -357,7 +357,7 @@ def _target(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Te
 
 
 def _part(value: Any, own: Any) -> Any:
-    """Return this rank's part of a full tensor, sharded like `own`; return other values whole."""
+    """Return this rank's part of a full tensor, sharded like `own`; keep other values whole."""
     if not isinstance(value, Tensor) or not isinstance(own, Tensor) or not is_sharded(own):
         return value
     if value.shape != own.shape:
@@ -389,7 +389,6 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def _digests(folder: Path, names: list[str], ranks: Ranks) -> dict[str, str]:
-    """Return the digests of the files that this rank checks, by name."""
     found = {}
     for name in names[rank_in(ranks.everyone) :: world_size(ranks.everyone)]:
         digest = hashlib.blake2b(digest_size=16)

@@ -21,7 +21,7 @@ from ..privacy.ledger import Ledger
 from ..refusal import PrivateRefusal, warn
 
 FORMAT = "dpflash-checkpoint-4"
-# The only key in the state_dict of an engine. Its value is one string, since
+# The only key in the state_dict of an engine. The value is a string, since
 # torch.distributed.checkpoint would store each number of a history separately.
 _ENGINE = "dpflash-engine-1"
 _UNITS = "entries of each unit"  # in a sampling scheme: a digest
@@ -52,7 +52,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
         os.replace(temporary, path)
     except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
-        # torch.save's RuntimeError does not mention a full disk, but its context does.
+        # If the disk is full, only the context of torch.save's RuntimeError says so.
         said = error.__context__ if isinstance(error, RuntimeError) else error
         if isinstance(said, OSError) and said.errno is not None and said is not outer:
             raise OSError(said.errno, said.strerror, str(path)) from error
@@ -164,7 +164,7 @@ def check_fits(
     where = f"{where}: the checkpoint does not fit"
     if state["sampling"] != own["sampling"]:
         saved, now = (dict(scheme) for scheme in (state["sampling"], own["sampling"]))
-        # The entries' units are private, and guesses could be tested against a digest of them.
+        # The entries' units are private, and a digest of the units would allow to test guesses.
         units = saved.pop(_UNITS, None), now.pop(_UNITS, None)
         if None in units:
             saved["unit_of"], now["unit_of"] = (digest is not None for digest in units)
@@ -214,7 +214,7 @@ def check_fits(
 def _check_shares(
     where: str, state: Mapping[str, Any], shares: Sequence[tuple[str, float]]
 ) -> None:
-    """Refuse clipping groups if the ratios of their bounds differ from the checkpoint's run."""
+    """Refuse clipping groups if the ratios of the bounds are not those in the checkpoint."""
     saved = state["shares"]
     if len(saved) != len(shares):
         raise ValueError(

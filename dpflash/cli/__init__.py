@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 _INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 _BROKEN_PIPE = 141  # what a shell reports for a program that writes to a closed pipe
-# Subcommand -> the file of this package that implements it, and its line in `dpflash --help`.
+# Subcommand -> (file of this package that implements it, its line in `dpflash --help`).
 _COMMANDS = {
     "train": ("train", "train a language model or a classifier on your files, privately"),
     "evaluate": ("evaluate", "compute the loss or the accuracy of a trained model on documents"),
@@ -39,7 +39,6 @@ _COMMANDS = {
 
 
 def _build_parser(command: str | None) -> Parser:
-    """Build the parser of `dpflash`. Only the subcommand `command` is imported."""
     parser = Parser(
         prog="dpflash", description="Differentially private training of long-context transformers."
     )

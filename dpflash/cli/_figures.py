@@ -69,7 +69,7 @@ def check_plot(path: str, accountant: str) -> None:
 def epsilon_curve(
     accountant: str, event: Event, count: int, delta: float, *, is_thin: bool = False
 ) -> Curve:
-    """Return epsilon's upper bound over up to `count` events, with more points at the start."""
+    """Return epsilon's upper bound after 1 to `count` events, with more points at the start."""
     steps = sorted({count * i * i // _MAX_POINTS**2 for i in range(_MAX_POINTS + 1)})
     epsilons = []
     for step in steps:
@@ -83,8 +83,8 @@ def epsilon_curve(
 def tradeoff_of(accountant: Accountant) -> Tradeoff:
     """Compute `Accountant.get_beta` at many type I errors at once, on one grid of epsilons.
 
-    Each epsilon gives two lines that bound the curve from below. The grid is coarser than
-    `get_beta`'s grid, but the result is still a lower bound.
+    Each epsilon of a grid gives two lines that bound the curve from below. `get_beta` has a finer
+    grid, but a coarser one also gives a lower bound.
     """
     high = accountant.get_epsilon(_NEGLIGIBLE_DELTA)
     epsilons = np.linspace(0.0, high if 0 < high < 600 else 1.0, _EPSILONS)

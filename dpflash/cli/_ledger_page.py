@@ -276,7 +276,7 @@ def _list(texts: Iterable[str]) -> str:
 
 
 def _facts(*facts: tuple[str, str], wide: Iterable[str] = ()) -> str:
-    """Return names and values in as many columns as fit; names in `wide` take a whole row."""
+    """Return HTML with names and values in columns; each name in `wide` has a row of its own."""
     rows = [
         f"<div{' class=wide' if name in wide else ''}><dt>{escape(name)}<dd>{escape(value)}</div>"
         for name, value in facts

@@ -1,4 +1,4 @@
-"""Argument parsers that suggest a name for an unknown subcommand or option; tables of options."""
+"""Argument parsers, which suggest names for unknown subcommands and options; option tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TYPES: dict[str, type] = {
     **dict.fromkeys(("C", "D", "E", "F", "P", "Q", "R", "S", "SECONDS", "T", "X"), float),
 }
 
-# A second name, by which many know the option.
+# A second name of an option, under which other tools have it.
 _ALIASES = {"--learning-rate": ("--lr",)}
 
 
@@ -58,7 +58,7 @@ def as_typed(message: str, parser: argparse.ArgumentParser) -> str:
             return options.get(f"no_{name}", f"no {option}")
         return option if value == "True" or not equals else f"{option} "
 
-    # Python code (`make_private(steps=)`, `optimizer.steps`), paths and quoted texts are kept.
+    # Keep Python code (`make_private(steps=)`, `optimizer.steps`), paths and quoted texts.
     option = r"(?<![\w.(/'\"-])([a-z_]+)\b(?!\()(=(?:(True|False|None)\b)?)?"
     parts = re.split(r"((?<!\w)'[^']*'|\([^()]*\))", message)
     parts[::2] = [re.sub(option, typed, part) for part in parts[::2]]
@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse as argparse does, but raise for unknown arguments in a subcommand's parser too."""
+        """Parse as argparse does, but raise for unknown arguments also in a subcommand."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option = next((u.partition("=")[0] for u in unknown if u.startswith("-")), "")

@@ -67,7 +67,7 @@ def run_quality(args: argparse.Namespace) -> int:
     found: list[BandsOfRun] = []
     with accounting():
         runs = list(product(sizes, args.epochs))
-        # The bar appears only in terminals, and only if the search takes long.
+        # The bar appears only in a terminal, and only if the search takes more than 2 seconds.
         for size, epochs in tqdm(runs, unit="run", delay=2, disable=None, leave=False):
             found += compare_bands(
                 num_samples=args.num_samples,
@@ -126,7 +126,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _batch_sizes(args: argparse.Namespace) -> list[int]:
-    """Return the batch sizes to compare; for a single size also its half and double."""
+    """Return the batch sizes to compare; a single size is compared with its half and double."""
     sizes = sorted(set(args.batch_size))
     if len(args.batch_size) > 1:
         return sizes
@@ -136,7 +136,7 @@ def _batch_sizes(args: argparse.Namespace) -> list[int]:
 
 
 def _fitting_bands(args: argparse.Namespace, size: int, epochs: float) -> list[int] | None:
-    """Return 1 and the requested numbers of bands that the run allows; None for powers of two."""
+    """Return 1 and those of --bands that fit the run; None (powers of two) without --bands."""
     if args.bands is None:
         return None
     batches = max(1, -(-args.num_samples // size))

@@ -131,7 +131,7 @@ class Run:
         return -(-self.num_samples // self.batch_size)
 
     def event(self, noise_multiplier: float) -> Event:
-        """Return the event of one step, or one epoch of a shuffled loader, with this noise."""
+        """Return the event of one step, or of one epoch of a shuffled loader, with this noise."""
         kind = UnitPoissonGaussian if self.examples_per_unit else _EVENTS[self.sampler]
         own = {f.name: getattr(self, f.name) for f in fields(kind) if hasattr(self, f.name)}
         if self.bands is not None:
@@ -147,13 +147,13 @@ class Run:
         return "epoch" if self.counts_epochs else "step"
 
     def events(self, count: int | None = None) -> int:
-        """Return how many events `count` steps or epochs cost; by default all of the run."""
+        """Return the number of events that `count` steps or epochs cost; by default the run's."""
         count = self.count if count is None else count
         assert count is not None
         return -(-count // (self.bands or 1))
 
     def spills(self, delta: float) -> bool:
-        """Whether batches are truncated too often for any finite epsilon at delta."""
+        """Whether batches are truncated with a probability above delta: epsilon is infinite."""
         return self.count is not None and self.event(1.0).failure() * self.count >= delta
 
     def epoch(self) -> int:
@@ -177,7 +177,7 @@ class Run:
 def add_run_arguments(
     parser: argparse.ArgumentParser, usages: Mapping[str, str] | None = None
 ) -> None:
-    """Add the arguments that describe a run. `usages` maps some options' usages to others."""
+    """Add the arguments that describe a run. `usages` replaces the usages of some options."""
     usages = usages or {}
     options = {usages.get(usage, usage): text for usage, text in _OPTIONS.items()}
     add_options(parser, options, required=["--delta"])
@@ -212,7 +212,7 @@ def run_of(args: argparse.Namespace) -> Run:
         raise ValueError(
             "bands=None: the cyclic_poisson sampler needs it; pass --bands N, or --sampler poisson"
         )
-    # Creating an event raises for invalid values before a search starts.
+    # Create an event now, which raises for invalid values, before a search starts.
     (replace(run, sample_rate=1.0) if run.lacks_rate else run).event(1.0)
     problem = args.num_samples and large_delta(args.delta, args.num_samples, "sample")
     if problem:
@@ -286,7 +286,7 @@ def sample_rate_of(args: argparse.Namespace) -> float | None:
 
 @contextmanager
 def accounting() -> Iterator[None]:
-    """Silence the "gdp" warning, which tables state, and turn ImportError into ValueError."""
+    """Silence the "gdp" warning, which tables repeat; turn ImportError into ValueError."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="accountant='gdp'")
         try:

@@ -44,7 +44,7 @@ def _rounded(value: float, rounding: str) -> str:
 
 
 def upper_end(name: str, accountant: Accountant) -> str:
-    """Return the label of a value: an upper bound, or an approximation for some accountants."""
+    """Return the label of an epsilon: "upper bound", or for some accountants an approximation."""
     return f"{name} (upper bound)" if accountant.is_bound else f"{name}, {_NO_BOUND}"
 
 

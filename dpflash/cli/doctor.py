@@ -135,7 +135,7 @@ def _triton() -> dict[str, str | None]:
 
 
 def _cryptography() -> dict[str, Any]:
-    """Return cryptography's version, and whether OpenSSL supports ChaCha20 (not in FIPS mode)."""
+    """Return cryptography's version, and whether OpenSSL supports ChaCha20 (in FIPS mode not)."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 

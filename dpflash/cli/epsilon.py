@@ -115,7 +115,7 @@ def _run_calibrate(args: argparse.Namespace) -> int:
 
 
 def _take_single(args: argparse.Namespace) -> None:
-    """Replace lists by their only value; refuse options that only --for quality supports."""
+    """Replace each list by its only value; refuse lists and options of --for quality."""
     for name in ("parameters", "max_memory"):
         if (value := getattr(args, name)) is not None:
             raise ValueError(f"{name}={value!r}: drop it, or pass --for {QUALITY}")
@@ -151,8 +151,8 @@ def _count_name(run: Run) -> str:
 def _solved(args: argparse.Namespace, run: Run) -> tuple[Run, float]:
     """Return the run and its noise multiplier, after computing the unknown value.
 
-    The computed value is rounded to few digits, to be passed to --noise-multiplier or
-    --sample-rate, unless the rounded value would exceed the target.
+    The computed value is rounded to few digits, so that it can be passed to --noise-multiplier or
+    --sample-rate, unless the rounded value would exceed the target epsilon.
     """
     if args.noise_multiplier is None:
         return run, _noise(args, run)
@@ -205,7 +205,7 @@ def _with_rate(args: argparse.Namespace, run: Run) -> Run:
 def _print(
     args: argparse.Namespace, run: Run, noise_multiplier: float, found: dict[str, Any]
 ) -> None:
-    """Plot and print the guarantee of the run; print nothing if the plot cannot be written."""
+    """Write the plot of the run's guarantee, and print the guarantee if that succeeded."""
     accountant = run.spent(args.accountant, noise_multiplier)
     report = {**_report(args, run, noise_multiplier, accountant), **found}
     if args.plot is not None:

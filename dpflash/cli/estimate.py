@@ -35,8 +35,10 @@ _OPTIONS = {
 }
 _MODES = ("instantiate", "book_keeping", "ghost")
 _DEVICE_BYTES = 80 * 10**9  # memory of a GPU if --memory is not given
-_WITHIN = 100  # the longest sequence is found with a relative error of 1 / 100
-_FAR = 16  # second guess / first guess; large, since other parts of a step may peak there
+_WITHIN = 100  # relative error of the longest sequence that is found: 1 / 100
+_FAR = (
+    16  # second guess / first guess; large, since another part of the step may have the peak there
+)
 _MIB = 2**20
 
 
@@ -129,7 +131,7 @@ class Subject:
             if lora_rank is not None:
                 self.model = _adapted(self.model, path, lora_rank)
         if is_fake:
-            # Libraries can build models on the device "meta", but not of fake tensors.
+            # Libraries can build a model on the device "meta", but not from fake tensors.
             with fake_tensors():
                 _replace_meta(self.model)
         self.model.train()
@@ -220,7 +222,7 @@ def _read_config(path: str) -> tuple[dict[str, Any], Path]:
 
 
 def _register_without_values(transformers: Any, name: str) -> str:
-    """Register attention for tensors without values: one document per row, no padding."""
+    """Register attention for fake tensors: it assumes one document per row and no padding."""
     attend = transformers.AttentionInterface()[name]
 
     def of_shapes(*given: Any, position_ids: Any = None, **options: Any) -> Any:
@@ -268,14 +270,14 @@ def _replace_meta(model: nn.Module) -> None:
 
 @functools.cache
 def fake_tensors() -> FakeTensorMode:
-    """The mode in which tensors have shapes but no memory; one for all, since modes do not mix."""
+    """The mode in which tensors have shapes but no memory; all callers share one mode."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
 
 
 def memory_budget(is_gpu: bool, memory: int | None) -> int:
-    """Return the planner's memory budget, a quarter of the device's memory, see `cost_of`."""
+    """Return the planner's memory budget in bytes: a quarter of the device's memory."""
     import torch
 
     from dpflash.clipping.planner import default_memory_budget
@@ -346,9 +348,9 @@ def cost_of(
 def _report(
     args: argparse.Namespace, subject: Subject, ceilings: Ceilings, memory: int | None, bar: Any
 ) -> dict[str, Any]:
-    """Return what `--json` prints; `bar` counts the steps that were estimated."""
+    """Return the values that `--json` prints; `bar` counts the steps that were estimated."""
 
-    # Each step is estimated once; the searches begin with steps that the tables contain.
+    # Cached: the searches begin with steps that were estimated for the tables.
     @functools.cache
     def followed(of: Subject, **given: Any) -> StepCost:
         bar.set_postfix({name: given[name] for name in ("mode", "batch", "tokens")})
@@ -435,8 +437,8 @@ def largest(
 ) -> int | None:
     """Return the largest number with size_of(number) <= limit, within 1%; None if there is none.
 
-    Sizes grow with the number, and almost linearly from some number on, so the next guess is on
-    the line through the sizes at both ends, or through the last two sizes below the limit.
+    Sizes grow with the number, at last almost linearly. So the next guess is where a line meets
+    the limit: through the sizes at both ends, or through the last two sizes below the limit.
     """
     low, high = least - 1, (1 << 40) if most is None else most + 1
     known: dict[int, int] = {}
@@ -455,7 +457,7 @@ def largest(
         else:
             slope = (known[other] - known[low]) / (other - low)
             on_line = low + (limit - known[low]) / slope if slope else low * _FAR
-            # Aim a little beyond, so that both ends of the interval move.
+            # Aim a little beyond the line, so that later guesses move both ends of the interval.
             guess = round(on_line * (1 + (0.4 if is_within else -0.4) / _WITHIN))
     return low if low >= least else None
 

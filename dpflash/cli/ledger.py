@@ -179,7 +179,7 @@ def _as_text(report: dict[str, Any], file: str, key: str | None) -> str:
 
 
 def _run_report(args: argparse.Namespace) -> int:
-    # Imported here, since the page's code digest needs torch.
+    # Imported here, since `_ledger_page` computes a digest of the code, which needs torch.
     from ._ledger_page import page
 
     probability(delta=args.delta)

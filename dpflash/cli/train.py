@@ -129,7 +129,7 @@ _MEASURED = (
     ("after non-private training", "nonprivate"),
 )
 
-# Names in braces are replaced by the defaults of Parallelism. A resumed run may pass others.
+# Names in braces are replaced by the defaults of Parallelism. A resumed run may change these.
 _SHARED = {
     "--context-parallel K": "number of ranks over which the tokens of each window are sharded; "
     "groups of K ranks divide the documents of a step (default: {context_parallel})",
@@ -209,7 +209,7 @@ def _run_train(args: argparse.Namespace) -> int:
             return _LOST
         if rank == 0 or not isinstance(error, (ValueError, OSError, PrivateRefusal)):
             raise
-        # Usually rank 0 reports the same error, and torchrun then ends this rank during the sleep.
+        # Usually rank 0 reports the same error and ends, and torchrun ends this sleeping rank.
         time.sleep(_PATIENCE)
         _print_error(rank, error)
         return _REFUSED
@@ -251,7 +251,7 @@ def _resume_command(job: Any, launch: Any) -> str:
 
 
 def _rank() -> int:
-    """Return the global rank, even if other variables of torchrun are wrong."""
+    """Return the global rank; 0 if torchrun's variable is missing or wrong."""
     is_single = os.environ.get("WORLD_SIZE", "1") == "1"
     rank = os.environ.get("RANK", "")
     return int(rank) if not is_single and rank.isascii() and rank.isdigit() else 0
@@ -263,7 +263,7 @@ def _print_error(rank: int, error: object) -> None:
 
 
 def _end(loss: str) -> None:
-    """End this process: its main thread waits for the lost rank and would not notice the loss."""
+    """End this process, whose main thread waits for the lost rank and would not notice."""
     print(file=sys.stderr)  # after a progress bar
     _print_error(_rank(), f"{loss}; resume the run with --resume")
     sys.stdout.flush()
@@ -289,7 +289,7 @@ def _job(args: argparse.Namespace, given: dict[str, Any], launch: Any) -> Any:
     if "noise_multiplier" in given:
         given.setdefault("target_epsilon", None)
     elif (given.get("max_epsilon") or 0) > 0:
-        # With a default target above max_epsilon, the job would stop early.
+        # The default target must not exceed max_epsilon, at which the job would stop early.
         default = TrainingConfig.target_epsilon
         assert default is not None
         given.setdefault("target_epsilon", min(default, given["max_epsilon"]))

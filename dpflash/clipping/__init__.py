@@ -1,1 +1,1 @@
-"""From layers to clipped sums: gates, planner, clipping factors, and how fast the device is."""
+"""Clipping: gates, planner, clipping factors, and the speed of the device."""

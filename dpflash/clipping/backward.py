@@ -65,7 +65,7 @@ class PrivateBackward:
         forward: the forward whose gates the backward runs.
         statistics: counts of clipped samples.
         rules: the objects and options that all gates share.
-        wants_trials: whether this rank ran new code paths that the other ranks do not know of yet.
+        wants_trials: whether this rank ran code paths of which other ranks do not know yet.
         is_past_calls: whether layers computed the last losses without a call of the whole model.
         attachment: the changes that make_private made to the model, see `Attachment`.
     """
@@ -133,13 +133,13 @@ class PrivateBackward:
 
     @property
     def recording(self) -> Recording | None:
-        """The recording of the current batch if a trial runs on it, else None."""
+        """The recording of the current trial; None if no trial runs."""
         found = None if self.example is None else self.example.recording
         return found or (None if self.trial is None else self.trial.recording)
 
     @property
     def slots(self) -> dict[int, tuple[int, int]]:
-        """Map each parameter's id to (group, position in the group)."""
+        """Parameter ids -> (group, position in the group)."""
         return {
             id(parameter): (number, position)
             for number, group in enumerate(self.groups)
@@ -158,7 +158,7 @@ class PrivateBackward:
             yield is_outermost
 
     def begin_microbatch(self, samples: int, units: Units | None) -> None:
-        """See `PrivateForward.begin_microbatch`; packed units are cut to this rank's tokens."""
+        """Begin a microbatch in the forward; cut packed units to this rank's tokens."""
         context = self.ranks.context
         if units is not None and not units.are_rows and context is not None:
             (own,) = Layout(units.shape[1], world_size(context)).chunks(rank_in(context))
@@ -191,13 +191,13 @@ class PrivateBackward:
 
     def _of_places(self, refusal: str | None) -> str | None:
         if refusal is not None and self.trial is not None:
-            # The trial restarts, so that a loop that catches this error gets the error again.
+            # Restart the trial, so that a loop that catches this error gets the error again.
             self.trial.restart(refusal)
         return refusal
 
     @property
     def may_replay(self) -> bool:
-        """Whether no test records or compares this forward and its backward."""
+        """Whether no test records or compares this forward or its backward."""
         run, trial = self._run, self.trial
         is_tried = trial is not None and (trial.decides or trial.is_by_sample)
         is_watched = run.mode != "clip" or run.watches != self.proof.resting
@@ -211,17 +211,16 @@ class PrivateBackward:
         return self.trial is not None and self.trial.compares_gradients(is_alone=is_alone)
 
     def _end_trial(self) -> None:
-        # A batch that runs row by row has one backward for each row.
+        # If a batch runs row by row, each row has a backward, and `record_row` compares it.
         if self.trial is not None and not (self.trial.is_altered or self.trial.is_by_sample):
             self.trial.finish()
 
     def _end_of_loop(self) -> None:
-        """End a backward that the loop itself called."""
         self._end_trial()
         self.step.end_backward()
 
     def record(self, losses: Tensor) -> bool:
-        """If the losses belong to a trial, show their backward to its watch, and return True."""
+        """If a trial runs, show the backward of its losses to the trial's watch; return True."""
         recording = self.recording
         if recording is None:
             return False
@@ -232,13 +231,13 @@ class PrivateBackward:
         return True
 
     def record_place(self, losses: Tensor) -> None:
-        """Watch a trial's backward whose samples were moved to other rows of the microbatch."""
+        """Show the backward of a trial with moved samples to the trial's watch."""
         assert self.place_trial is not None
         if losses.requires_grad and (losses.ndim or not self.place_trial.take_scalar(losses)):
             self._differentiate_places([losses], [self._seed(losses)])
 
     def _differentiate_places(self, outputs: list[Tensor], grads: list[Tensor]) -> None:
-        """Show the gradients of a trial to its watch; recomputed layers run without dropout."""
+        """Run the backward of a place trial under its watch, without dropout in checkpoints."""
         watch = None if self.place_trial is None else self.place_trial.gradients
         if watch is None:
             return
@@ -252,7 +251,7 @@ class PrivateBackward:
             watch.values.clear()
 
     def record_row(self, loss: Tensor) -> None:
-        """Like `record`, for the loss `[1]` of a row if the loop calls the model row by row."""
+        """Do as `record` for the loss `[1]` of one row, if a batch runs row by row."""
         if self.recording is not None:
             self.step.begin_trial()
             watch = self.recording.watch_row()
@@ -260,7 +259,7 @@ class PrivateBackward:
                 self.recording.rows[-1] = None
 
     def _is_seen(self, losses: Tensor, watch: WatchedRows) -> bool:
-        """Show a backward to this watch alone; return whether the backward could run."""
+        """Run a backward that only this watch sees; return whether the backward could run."""
         with self.only_watched(watch):
             seeds = [self._seed(losses)]
             return differentiate(self, [losses], seeds, watch, keeps_graph=False)
@@ -308,7 +307,9 @@ class PrivateBackward:
     def _seed(self, losses: Tensor) -> Tensor:
         """Return the gradient of the losses, with which the backward begins."""
         seed = torch.ones_like(losses)
-        if losses.ndim:  # A loss that is not finite may have finite gradients in some groups.
+        if (
+            losses.ndim
+        ):  # A loss that is not finite gets weight 0: some groups' gradients may be finite.
             seed = seed.masked_fill(~losses.detach().isfinite(), 0)
         return seed / max(1, losses.numel()) if self.loss_reduction == "mean" else seed
 
@@ -382,8 +383,8 @@ class PrivateBackward:
             self.trial.schedule.try_next()
 
     def _backward_twice(self, losses: Tensor, seed: Tensor, gate: Gate) -> None:
-        # The second backward repeats the first one, and the gates multiply by the factors there.
-        # If losses were weighted instead, every layer would round differently, beyond the bound.
+        # The gates of the second backward multiply gradients by the factors. If losses were
+        # multiplied instead, each layer would round differently, beyond the bound.
         first = FirstBackward(gate.device)
         self._run = BackwardRun("norms", (*self._run.watches, first))
         (handles,) = self.forward.state.handles.values()
@@ -433,12 +434,12 @@ class PrivateBackward:
         self._rest()
 
     def expect_scalar(self, outputs: Any, size: int, inputs: Sequence[Tensor]) -> Any:
-        """Return the outputs; for a scalar loss, the isolation test will see their gradient."""
+        """Return the outputs, wrapped so that the test of a scalar loss sees gradients."""
         if self.loss_reduction is None or not self.proof.is_on:
             return outputs
         if self.place_trial is not None and self.place_trial.is_running:
-            # The backward must go on past the outputs if the loop needs gradients of inputs, as
-            # FGSM does, or if FSDP2 gathers parameters when the output's gradient arrives.
+            # The backward must continue below the outputs if the loop needs gradients of inputs
+            # (FGSM), or if FSDP2 gathers parameters when the output's gradient arrives.
             goes_on = self.step.sums.is_sharded or any(x.requires_grad for x in inputs)
             return outputs if goes_on else self.place_trial.ends_at(outputs)
         return self.proof.cross(outputs, size, self, is_altered=self.recording is not None)
@@ -455,9 +456,9 @@ class PrivateBackward:
             self._run = BackwardRun(watches=(watch, *own))
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
-        """Test the batch of a scalar loss, from its gradient's rows; see `ProvableBackward`."""
+        """Test a scalar loss by its gradient's rows at the outputs, see `ProvableBackward`."""
         if self._expected_size is not None:
-            return  # Losses [B] are weighted one by one instead, in `_prove`.
+            return  # For losses [B], `_prove` gives each loss a weight instead.
         with self.step.dropping():
             wanted = self._wants_proof(size) and not self.is_compared
             rows = gather_rows([int(wanted)], self.meeting, "the proof of the first batch")
@@ -512,7 +513,6 @@ class PrivateBackward:
         self.step.begin_backward()
 
     def _warn_uncalled(self) -> None:
-        """Warn once if layers of the forward ran outside a call of the model itself."""
         self.is_past_calls = not self._is_called or self.forward.state.is_past_calls
         if not self.is_past_calls or self._has_warned or not self.proof.is_on:
             return

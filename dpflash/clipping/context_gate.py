@@ -73,10 +73,10 @@ class ContextGate(Gate):
         self._is_settled = False
 
     def _take(self, position: int, grad: Tensor) -> None:
-        """Save per-sample gradients of this rank's tokens until they fill a bundle."""
+        """Save per-sample gradients of this rank's tokens; exchange them once a bundle is full."""
         self._wait(position, grad)
         self._uses[position] += 1
-        # A parameter is ready once the gradients of all calls of its layer are added.
+        # Parameters whose gradients over all calls of their layer have been added up.
         all_uses = {i: len(self.shapes[i]) for i in self._waiting if i not in self._dense}
         ready = [i for i, count in all_uses.items() if self._uses[i] == count]
         if sum(self._waiting[i].nbytes for i in ready) >= collectives.BUNDLE_BYTES:
@@ -90,7 +90,7 @@ class ContextGate(Gate):
         self._waiting[position] = grad if held is None else held + grad
 
     def _exchange(self, positions: Sequence[int]) -> None:
-        """Add per-sample gradients over the ranks' tokens; keep this rank's slice of each."""
+        """Sum per-sample gradients over ranks; keep this rank's slice of each parameter."""
         grads = [self._waiting.pop(i) for i in positions]
         slices = self.step.sums.slices
         for bundle in collectives.bundles(grads):
@@ -107,7 +107,7 @@ class ContextGate(Gate):
                 self._receive(position, piece)
 
     def _receive(self, position: int, piece: Tensor) -> None:
-        """Save a slice of a sum over the ranks; in ghost clipping, take its norms or its sum."""
+        """Save a slice of per-sample gradients; ghost clipping takes its norms or sum instead."""
         mode = self.run.mode
         if mode not in ("norms", "sum") or self.is_dense(position) or not self._single(position):
             held = self._slices.get(position)
@@ -121,7 +121,7 @@ class ContextGate(Gate):
         self.squares = squares if self.squares is None else self.squares + squares
 
     def _settle(self, grads: Sequence[Tensor | None]) -> None:
-        """Exchange the waiting gradients and the handles' gradients once; None counts as zeros.
+        """Exchange the waiting gradients and those of the handles; None counts as zeros.
 
         Raises:
             RuntimeError: ranks exchanged gradients of different parameters.

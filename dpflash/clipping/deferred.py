@@ -29,9 +29,9 @@ from dpflash.kernels.reference import HARMLESS_CANCELLATION, LARGEST_TERMS, PROD
 from ..packing.pack import EXACT_ALIGN
 from ..packing.units import Units
 
-# A sample with a smaller clipping factor, close to fp32's least, is multiplied separately.
+# Samples with smaller clipping factors, near fp32's smallest number, are multiplied separately.
 _LEAST_SHARED_FACTOR = 2.0**-90
-# Rounding of the sum of two separately clipped fp32 sums, relative to their sizes.
+# Relative rounding error of adding two clipped fp32 sums.
 _SUM_OF_TWO = 2.0**-22
 
 
@@ -44,21 +44,21 @@ class TiledUse(Protocol):
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
-        """The tensors `[B, ...]` that determine G; the first is linear in the losses' gradient."""
+        """The tensors `[B, ...]` that determine G. G is linear in the first one."""
 
     @property
     def is_sparse(self) -> bool:
-        """True: each tile is one row of one sample, and G is 0 elsewhere. False: tiles cover G."""
+        """True if a tile is one row of one sample and G is 0 elsewhere; False if tiles cover G."""
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """Yield (samples, rows) of at least one tile; tiles fit into memory and do not overlap."""
 
     def grad(self, samples: slice, rows: slice) -> Tensor:
-        """Return G_i of a tile, [samples, rows, ...], fp32 or wider, equal bits in all calls."""
+        """Return G_i of a tile, [samples, rows, ...], fp32 or wider, with the same bits always."""
 
 
 class Use(NamedTuple):
-    """Saved tensors of one application: (x, dy) of a linear layer or (indices, dy) of a table."""
+    """Saved tensors of one application: (x, dy) of a linear layer, or (indices, dy) of a table."""
 
     first: Tensor
     dy: Tensor
@@ -93,8 +93,9 @@ class DeferredGradients:
         tiled: applications that recompute their gradient.
         units: set if samples are not rows. The tensors of linear layers and look-ups are then
             `[1, n, ...]`, with the entries of all samples, and B is the number of units.
-        cancelling: [B], bool: whether a sample's terms nearly cancel, so that its norm comes from
-            its own product. None before norms are computed, or if every norm does so.
+        cancelling: [B], bool: samples whose terms nearly cancel, so that their norms come from
+            products of their own. None before norms are computed, or if all norms come from such
+            products.
     """
 
     rows: int
@@ -112,8 +113,8 @@ class DeferredGradients:
 
     @property
     def is_separate(self) -> bool:
-        """Whether the sum multiplies each sample separately, so that `squares` bounds its norm."""
-        # With units, the sum adds one product per application; norms are of one joined product.
+        """Whether each sample has its own product, whose rounding `squares` then includes."""
+        # With units, the sum adds a product per application, but norms use one joined product.
         are_joined = self.units is None or max(len(self.linear), len(self.embedding)) < 2
         uses = [*self.linear, *self.embedding]
         return not self.tiled and are_joined and products_are_separate(*(dy for _, dy in uses))
@@ -134,7 +135,7 @@ class DeferredGradients:
         return total
 
     def bound_with(self, other: Tensor) -> Tensor:
-        """Bound ||G_i + other_i||^2 from above; `other` [B, rows, ...] is summed separately."""
+        """Bound ||G_i + other_i||^2 from above, where the clipped sum of `other` is separate."""
         dense, others = self.dense(), squared_norm(other).sqrt()
         sizes = others + (squared_norm(dense).sqrt() if self.tiled else self.sizes())
         rounding = _SUM_OF_TWO if self.tiled else self.rounding() + _SUM_OF_TWO
@@ -180,7 +181,7 @@ class DeferredGradients:
         return total
 
     def squares(self) -> Tensor:
-        """Return ||G_i||^2 [B]; it includes the products' rounding only if `is_separate`."""
+        """Return ||G_i||^2, [B], which includes the products' rounding only if `is_separate`."""
         if self.tiled:
             use = self.tiled[0]
             squares: Tensor | None = None
@@ -199,8 +200,8 @@ class DeferredGradients:
             if total is None or linear is None:
                 return of_use
             inner = _inner(embedding, linear)
-            # `inner` uses the head's exact product, but the norms or the sum use a rounded one.
-            # The inner product is at most the product of both norms (Cauchy-Schwarz).
+            # The inner product is that of the exact gradients, but norms or the sum use rounded
+            # gradients. So bound it by the product of both norms (Cauchy-Schwarz).
             head = DeferredGradients(self.rows, linear=self.linear, units=self.units)
             error = head.rounding() * head.sizes()
             inner = inner + ((of_use if self.is_separate else total).sqrt() + error) * error
@@ -221,8 +222,8 @@ class DeferredGradients:
     def rounding(self) -> float | Tensor:
         """Bound the rounding error of a product over tokens, as a fraction of its `sizes`."""
         uses = [*self.linear, *self.embedding]
-        # Two is added for the Gram form in fp64: it rounds by (I + O + T^2) 2^-46 of the sizes,
-        # and norms are at least 1/256 of the sizes.
+        # Add two for the Gram form in fp64. Its rounding is (I + O + T^2) 2^-46 of the sizes, and
+        # norms are at least 1/256 of the sizes.
         wide = all(dy.dtype == torch.float64 for _, dy in uses)
         of_token = 2.0 ** (-53 if wide else PRODUCT_BITS[uses[0][1].is_cuda])
         if self.units is None:
@@ -238,7 +239,7 @@ class DeferredGradients:
         )
 
     def _parts(self, uses: list[tuple[Tensor, Tensor]]) -> list[Use]:
-        """Return the products that add up to G_i. Applications are joined in one if possible."""
+        """Return the products that add up to G_i; join applications into one if possible."""
         if self.units is not None:
             return [Use(first, dy, self._spans(dy)) for first, dy in uses]
         joined = self._joined(uses)
@@ -258,18 +259,18 @@ class DeferredGradients:
         return _side_by_side(uses, self.units)
 
     def _of(self, samples: slice, first: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the saved tensors of some samples; with units, `samples` must be one sample."""
+        """Return the saved tensors of `samples`, which must be a single sample with units."""
         if self.units is None:
             return first[samples], dy[samples]
         own = self.units.entries(samples.start, dy.shape[1])
         return first[:, own], dy[:, own]
 
     def _tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield (samples, rows, G summed over all applications), the same bits in every call."""
+        """Yield (samples, rows, G over all applications) of tiles, with the same bits always."""
         covering = next((use for use in self.tiled if not use.is_sparse), None)
         assert covering is not None or not (self.linear or self.embedding)
         uses = self.tiled if covering is None else [covering]
-        # The union of all tiles, since a row of a sample may be a tile of one sparse use alone.
+        # Take the union of all tiles: a row of a sample may be a tile of only one sparse use.
         tiles = {
             (samples.start, samples.stop, rows.start, rows.stop): (samples, rows)
             for use in uses
@@ -292,10 +293,10 @@ def squared_norms(
 ) -> list[Tensor]:
     """Return tensors [B] whose sum is at least the sum of ||G_i||^2 over the parameters.
 
-    For samples that are multiplied separately, it is this sum itself. Otherwise a product over T
-    tokens rounds by at most T 2^-24 of the sum of its terms' magnitudes, and this is added to the
-    norm. If a sample's tokens nearly cancel, the sample is multiplied separately, as in mode
-    "instantiate", and its norm comes from its own G_i. Finding these samples waits for the device.
+    For samples that are multiplied separately, the result is equal to the sum. For other samples,
+    the rounding bound of a product over T tokens is added to the norm: T 2^-24 of the sum of the
+    terms' magnitudes. A sample whose terms nearly cancel is multiplied separately, as in mode
+    "instantiate", and its norm is that of its own G_i. Finding these samples waits for the device.
 
     Args:
         kept: the saved tensors of each parameter, of one batch.
@@ -315,7 +316,7 @@ def squared_norms(
     norms = torch.stack([one.squares() for one in plain]).clamp_(min=0).sqrt_()
     sizes = torch.stack([one.sizes() for one in plain])
     squares = (norms + _roundings(plain, norms.device) * sizes).square()
-    # A norm may be finite in the Gram form although the sum of its large terms overflows fp32.
+    # In the Gram form a norm may be finite although a sum of large terms overflows fp32.
     cancelling = (sizes > HARMLESS_CANCELLATION * norms) | (sizes >= LARGEST_TERMS)
     for one, own in zip(plain, cancelling, strict=True):
         one.cancelling = own
@@ -326,11 +327,11 @@ def squared_norms(
 
 
 def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -> list[Share]:
-    """Choose which samples share one product; waits for the device unless all `is_separate`.
+    """Choose the samples that share one product. Waits for the device unless all are separate.
 
-    The weighted gradients of several samples are the terms of one matrix product. A sample has its
-    own product if the common product would round its term too coarsely, or if its norm was
-    computed by its own product. The norms of the other samples allow for the common rounding.
+    One product sums the weighted gradients of several samples. A sample has its own product if the
+    shared one would round the sample's gradient too coarsely, or if its norm was computed from its
+    own product. Norms of the other samples include the shared product's rounding.
 
     Args:
         kept: the saved tensors of each parameter, of one batch.
@@ -379,7 +380,8 @@ def _rows_of_embedding(indices: Tensor, dy: Tensor, rows: slice) -> Tensor:
 def _side_by_side(uses: list[tuple[Tensor, Tensor]], units: Units) -> Use:
     """Join applications on units into one, in which the entries of each unit are consecutive.
 
-    Each unit begins at a multiple of `EXACT_ALIGN`: starting a product there changes no bits.
+    Each unit begins at a multiple of `EXACT_ALIGN`, which leaves the bits of its products as they
+    are.
     """
     spans = [units.spans_of(dy.shape[1]) for _, dy in uses]
     own = list(zip(*spans, strict=True))  # for each unit, its span in each use

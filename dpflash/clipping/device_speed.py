@@ -1,6 +1,6 @@
 """Speed of a device: peak FLOP/s of matrix products by dtype, memory bandwidth, launch time.
 
-The planner uses these figures. Those of GPUs come from data sheets; those of CPUs are nominal.
+The planner uses these figures. Figures of GPUs come from data sheets; those of CPUs are nominal.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Ceilings:
         return f"{self.name} ({self.source})"
 
 
-# Nominal for one core of a server with vector instructions; only the figures' ratios matter.
+# Nominal speed of one core of a server with vector instructions. Only ratios matter.
 CPU_RULE = Ceilings({"float32": 1.5e11}, 2.0e10, launch=3e-6, name="CPU", source="nominal")
 _GPU_LAUNCH = 5e-6
 
@@ -65,11 +65,11 @@ _DATA_SHEETS = (
     ("A100 80GB PCIe", (9.7e12, 1.95e13, 1.56e14, 3.12e14), 1.935e12),
     ("A100", (9.7e12, 1.95e13, 1.56e14, 3.12e14), 1.555e12),
 )
-# Fractions of its data sheet that an H100 reached (benchmarks/results/h100/gpu-time.json): in
-# "ceilings" (product of 8192 x 8192, copy) and "attention" (causal, T = 16,384, D = 128).
+# An H100's measured speed / that on its data sheet (benchmarks/results/h100/gpu-time.json):
+# "ceilings" (product of 8192 x 8192, copy), "attention" (causal, T = 16,384, D = 128).
 _REACHED = {"flops": 7.886e14 / 9.894e14, "bandwidth": 2.972e12 / 3.35e12}
 _ATTENTION = 3.154e14 / 9.894e14
-# Used for a GPU that is not listed: the smallest data-centre GPU with all of these dtypes.
+# Speed assumed for other GPUs: that of the smallest data-centre GPU with all of these dtypes.
 _CONSERVATIVE = ("A10", (4.88e11, 3.12e13, 6.25e13, 1.25e14), 6.0e11)
 
 
@@ -105,7 +105,7 @@ def ceilings_for(device: torch.device) -> Ceilings:
 
 
 def reached_ceilings(name: str) -> Ceilings:
-    """Return the speed that steps reach on "h100", as measured, or "a100", as derived from it."""
+    """Return the speed that steps reach: measured for "h100", derived from it for "a100"."""
     sheet = {"h100": "H100", "a100": "A100-SXM4-80GB"}[name]
     _, (_, single, tf32, half), bandwidth = next(row for row in _DATA_SHEETS if row[0] == sheet)
     part = _REACHED["flops"]

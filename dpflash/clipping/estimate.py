@@ -1,7 +1,7 @@
 """Estimates memory and time of a training step, private or not, without running it on data.
 
 The step runs on fake tensors, which have shapes but no memory, under a `Tape`. Autograd nodes
-stand in for the clipping gates: they keep the tensors that gates keep, and add the predicted time.
+replace the clipping gates: they keep the gates' tensors, and add the predicted time.
 
 Letters: B samples, T tokens, I inputs, O outputs, P ranks of a context.
 """
@@ -30,7 +30,7 @@ PARTS = (
 # Class names of layers whose modes are planned, besides nn.Linear and nn.Embedding.
 _PLANNED = ("Conv1D", "LinearCrossEntropy")
 _NOISE_BYTES = 2 * 8
-# Time of the gates' Python code per parameter, in kernel launches; measured on a CPU.
+# Time of a gate's Python code per parameter, as a number of launches; measured on a CPU.
 _LAUNCHES = 25
 
 
@@ -43,7 +43,7 @@ class StepCost:
         seconds: time of a step.
         parts: the bytes of each part at the peak, which add up to memory_bytes.
         modes: how many parameters use each grad_sample_mode; empty without privacy.
-        is_limited: whether the faster modes would exceed the planner's memory budget.
+        is_limited: whether the fastest modes would exceed the planner's memory budget.
     """
 
     memory_bytes: int
@@ -93,7 +93,7 @@ class _Use(torch.autograd.Function):
 
 @dataclass
 class _Gates:
-    """Stands in for the gates of a private step: keeps the tensors that the gates would keep."""
+    """Replaces the gates of a private step: keeps the tensors that the gates would keep."""
 
     tape: Tape
     model: nn.Module
@@ -117,7 +117,7 @@ class _Gates:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """In the body, layers save their inputs for the gates; autograd computes no sums."""
+        """Make layers save their inputs for the gates; autograd then sums no gradients."""
         with ExitStack() as stack:
             trained = set(self.trained)
             for module in self.model.modules():
@@ -186,7 +186,7 @@ class _Gates:
         )
 
     def plan(self) -> None:
-        """Choose the modes, after the forward has noted all shapes."""
+        """Choose the modes; the forward must have noted all shapes."""
         self.is_forward = False
         groups = [list(self.shapes)]
         if self.clipping == "per_layer":
@@ -221,7 +221,7 @@ class _Gates:
             self.kept.setdefault(weight, grad)
 
     def _sum(self, parameter: nn.Parameter) -> None:
-        """Allocate a parameter's clipped sum: float64 if it is exact and noise is added later."""
+        """Allocate a parameter's clipped sum; in float64 if exact and noise is added later."""
         is_last = self.microbatches == 1 and self.ranks == 1
         is_exact = self.modes.get(parameter, "instantiate") == "instantiate"
         size = (8 if is_exact and not is_last else 4) * parameter.numel()
@@ -236,7 +236,7 @@ class _Gates:
         ceilings = self.tape.ceilings
         for parameter, shapes in self.shapes.items():
             mode = self.modes[parameter]
-            # Ghost clipping's second backward was run on the tape, so its time is counted already.
+            # Ghost clipping ran its second backward on the tape, which counted the time.
             known = cost(shapes, "book_keeping" if mode == "ghost" else mode, ceilings)
             self.tape.seconds += known.seconds
         self.tape.add(Work(launches=_LAUNCHES * len(self.trained)))
@@ -313,7 +313,7 @@ def estimate_step(
             stack.callback(hook.remove)
         if gates is not None:
             stack.enter_context(gates.attached())
-        # Each microbatch from the second one on costs the same.
+        # All microbatches but the first cost the same, so run two at most.
         for number in range(min(rounds, 2)):
             before = tape.seconds
             _forward_and_backward(workload, microbatch, tape, gates)

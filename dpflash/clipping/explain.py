@@ -42,7 +42,7 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class ClippingGroups:
-    """All clipping groups. One sample changes all their sums by at most `sensitivity` (L2)."""
+    """All clipping groups. One sample changes all sums together by `sensitivity` at most (L2)."""
 
     groups: tuple[GroupInfo, ...]
     sensitivity: float
@@ -102,8 +102,8 @@ class ClippingPlan:
         public: the public facts about the batches.
         attention: which library's kernels run dense and causal attention, and why.
         context: a table of the modes of context-parallel attention; empty without a context.
-        unplanned: dotted names of the other trained matrices; per-sample gradients are stored for
-            those that the last forward used.
+        unplanned: dotted names of the trained matrices without an entry. For those that the last
+            forward used, per-sample gradients are stored.
     """
 
     uses: tuple[PlannedUse, ...]

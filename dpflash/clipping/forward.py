@@ -90,13 +90,13 @@ class ForwardState:
 def _explain_expanded(error: RuntimeError, call: _Call) -> None:
     """Append a possible cause to an error that the model's own code raised.
 
-    The type of the error stays, since whether it is raised may depend on private data.
+    The error keeps its type, since whether it is raised may depend on private data.
     """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     where = "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__"))
-    # Other errors, such as running out of memory, have a class of their own.
+    # Only plain RuntimeErrors: errors such as running out of memory have other classes.
     if not call.shared or type(error) is not RuntimeError or where.startswith("dpflash."):
         return
     names = ", ".join(f"'{name}'" for name in list(call.shared)[-3:])
@@ -185,10 +185,10 @@ class PrivateForward:
 
     @contextmanager
     def call(self, sizes: frozenset[int]) -> Iterator[bool]:
-        """Enclose a call of the model itself, whose tensors have these first dimensions.
+        """Enclose a call of the model itself; `sizes` are the first dimensions of its tensors.
 
-        The batch size is inferred anew in each call. Yields whether this is the outermost call of
-        a forward; a call inside the model's forward, or in a recomputation, is not.
+        The batch size is inferred anew in each call. Yield True for the outermost call of a
+        forward, and False for a call inside the model's forward or in a recomputation.
         """
         if self._call is not None or is_recomputing():
             yield False
@@ -228,8 +228,8 @@ class PrivateForward:
     def batch_size_for(self, x: Tensor, name: str) -> int:
         """Return the batch size B of the forward in which x is the input of module `name`.
 
-        B is the first dimension of x, unless x has a single row for all samples, or one row per
-        token of all samples in order, see `is_flattened`.
+        B is the first dimension of x, with two exceptions: x may have a single row for all
+        samples, or one row per token, in the order of the samples (see `is_flattened`).
 
         Raises:
             PrivateRefusal: x has a single row, which may be one sample.
@@ -367,7 +367,7 @@ class PrivateForward:
             self._open_gate = held
 
     def replay(self, gate: Gate, handles: tuple[Tensor, ...], captured: ForwardState) -> None:
-        """Begin a replayed forward, whose one gate replaces the gates of all layers."""
+        """Begin a forward that a CUDA graph replays; `gate` replaces the gates of all layers."""
         self._close_gates()
         self.number += 1
         self.state = replace(captured, gates={gate.index: gate}, handles={gate.index: handles})
@@ -386,7 +386,7 @@ class PrivateForward:
             self.prepare(samples)
 
     def prepare(self, batch_size: int) -> None:
-        """Create the handles that a compiled model reads; an eager model creates its own."""
+        """Create the handles that a compiled model reads. An eager model creates its own."""
         self.number += 1
         # The loop may fetch a batch under no_grad and then train on it.
         with torch.inference_mode(False):

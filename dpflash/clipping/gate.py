@@ -2,11 +2,11 @@
 
 A private operation uses a handle in place of a parameter: the parameter expanded to [B, ...],
 which needs no memory. The operation's backward returns per-sample gradients for the handle.
-Autograd adds them up over all operations on the parameter (tied weights, a module that is called
-twice), and then runs the handle's own node, the gate. It computes norms, clips, sums over the
-samples and adds the sum to the logical batch. Flat clipping has one gate for all parameters;
-per-layer clipping has one per module. For a matrix parameter, an operation may save (x, dy) in the
-gate instead of computing per-sample gradients, see `planner`.
+Autograd adds up these gradients over all operations on the parameter (tied weights, a module that
+is called twice), and then runs the node that created the handle, the gate. The gate computes
+norms, clips, sums over the samples and adds the sum to the logical batch. Flat clipping has one
+gate for all parameters; per-layer clipping has one per module. For a matrix parameter, an
+operation may save (x, dy) in the gate instead of computing per-sample gradients, see `planner`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from .planner import LinearShape, Plan
 from .precision import without_autocast
 from .rules import BackwardRun, GateRules, GateStep
 
-# The modes in which gates follow the planner. "prove" compares gradients and clips nothing.
+# The modes of `BackwardRun` in which gates use the planner's modes.
 _CLIPS = ("clip", "prove")
 
 
 class _ClipGate(torch.autograd.Function):
-    """The gate's node. Its input is a stand-in: sums without noise must reach no `.grad`."""
+    """The gate's node. Its input is no parameter: sums without noise must reach no `.grad`."""
 
     @staticmethod
     def forward(ctx: Any, gate: Gate, stand_in: Tensor) -> tuple[Tensor, ...]:
         ctx.gate = gate
         ctx.set_materialize_grads(False)
-        # Not views: autograd refuses views of parameters that were written to in place.
+        # Do not return views: autograd refuses views of parameters that are written in place.
         return tuple(_value(p).expand(gate.batch_size, *p.shape) for p in gate.group.parameters)
 
     @staticmethod
@@ -99,7 +99,7 @@ class Gate:
         self._dense: set[int] = set()
         self._read: dict[int, int] = {}
         self._plan: dict[int, str] | None = None
-        # Computed in ghost clipping's first backward, and used in its second one.
+        # Samples whose terms cancel: from ghost clipping's first backward, for its second one.
         self._cancelling: dict[int, Tensor | None] = {}
         self._task = -1
         self.device = group.parameters[0].device
@@ -107,7 +107,7 @@ class Gate:
         rules.refuse_coarse_products(self.device.type)
 
     def open(self) -> tuple[Tensor, ...]:
-        """Return new handles. The gate keeps none: their graph references the gate."""
+        """Return new handles. The gate does not keep handles, whose graph references the gate."""
         stand_ins, device = self.rules.stand_ins, self.device
         if device not in stand_ins:
             stand_ins[device] = torch.zeros((), device=device, requires_grad=True)
@@ -156,7 +156,7 @@ class Gate:
         self._dense.add(position)
 
     def register_read(self, position: int) -> None:
-        """Note an operation that reads the parameter through the handle, also in its backward."""
+        """Note an operation whose forward and backward read the parameter through the handle."""
         self._read.setdefault(position, self.group.parameters[position]._version)
 
     def _refuse_written(self) -> None:
@@ -175,8 +175,8 @@ class Gate:
     ) -> Tensor | None:
         """Take the tensors of a linear operation, G_i = dy_i^T x_i: x [B, T, I], dy [B, T, O].
 
-        With `swapped`, for a transposed weight, x is the output gradient. If samples are units,
-        x is [1, n, I] and dy [1, n, O], with the entries of all units.
+        With `swapped` (for a transposed weight) x is the output gradient and dy the input. If
+        samples are units, x is [1, n, I] and dy [1, n, O], with the entries of all units.
 
         Returns:
             The gradient of the handle, or None if (x, dy) is saved instead.
@@ -192,7 +192,7 @@ class Gate:
         return self._take_use(position, embedding=[(indices, dy)])
 
     def _take_use(self, position: int, **uses: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-        """Depending on the mode, add to the sum or norm, save tensors, or return the gradient."""
+        """By the mode, add to the norm or the sum, save tensors, or return the gradient."""
         use, mode = self._deferred(position, **uses), self.run.mode
         if mode in ("sum", "norms") and self._single(position):
             self._take_once(position, use)
@@ -203,7 +203,7 @@ class Gate:
         return None
 
     def take_tiled(self, position: int, use: TiledUse) -> bool:
-        """Take an operation that can recompute its gradient; False: give it to the handle."""
+        """Take an operation that recomputes its gradient; return False if the handle needs it."""
         if self._only_seen(position, *(use.rows if self.run.watches else ())):
             return True
         mode = self.run.mode
@@ -225,7 +225,7 @@ class Gate:
         return self.rules.planner.plan(self.shapes)
 
     def _enter(self) -> None:
-        """Drop tensors that an earlier backward left, such as one for gradients of inputs."""
+        """Drop tensors of an earlier backward, such as a backward for gradients of inputs."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self.step.before_gate()
@@ -233,14 +233,14 @@ class Gate:
             self._task = task
 
     def _only_seen(self, position: int, *rows: Tensor) -> bool:
-        """Show an operation's rows to the watches; return whether only the watches need them."""
+        """Show an operation's rows to the watches; return whether the gate itself skips them."""
         self._enter()
         for watch in self.run.watches:
             watch.use(self, position, rows)
         return self.run.mode == "prove" and position not in self._dense
 
     def _single(self, position: int) -> bool:
-        """Return whether a single operation uses the parameter, so that G_i has no cross terms."""
+        """Return whether only one operation uses the parameter, so G_i has no cross terms."""
         return len(self.shapes[position]) == 1 and position not in self._dense
 
     def _way(self, position: int) -> str:
@@ -249,7 +249,6 @@ class Gate:
         return self._plan[position]
 
     def _deferred(self, position: int, **uses: Any) -> DeferredGradients:
-        """Return saved tensors (`linear`, `embedding`, `tiled`) as `DeferredGradients`."""
         rows = self.group.parameters[position].shape[0]
         known = self._cancelling.get(position)
         return DeferredGradients(rows, units=self.units, cancelling=known, **uses)
@@ -258,7 +257,7 @@ class Gate:
         return self._kept.setdefault(position, self._deferred(position))
 
     def _take_once(self, position: int, use: DeferredGradients) -> None:
-        """For ghost clipping, compute the norm or the sum of a parameter with one operation."""
+        """For ghost clipping, add the operation's norm or sum; it is the parameter's only one."""
         if self.run.mode == "sum":
             factors = self.run.factors
             if self.batch_size != len(factors):
@@ -314,7 +313,7 @@ class Gate:
         return factors if scale == 1 else rounded_down(factors.double() * scale)
 
     def _add_clipped(self, grads: Sequence[Tensor | None], factors: Tensor) -> None:
-        """Add the clipped sums of the parameters, with one call for each type of sum."""
+        """Add the clipped sums: one call for the rounded sums, and one for the exact sums."""
         step, parameters = self.step, self.group.parameters
         kept = dict(zip(self._kept, shares(self._kept.values(), factors, self.bound), strict=True))
         dense: dict[nn.Parameter, Tensor] = {}

@@ -45,8 +45,8 @@ def per_layer_groups(modules: Iterable[tuple[str, Sequence[nn.Parameter]]]) -> l
     """Return one group per module with equal bounds; modules that share a parameter are merged.
 
     Guarantees:
-        The squares of the shares sum to at most 1, so that one sample changes the sums of all
-        groups together by at most max_grad_norm.
+        The squares of the groups' shares sum to at most 1, so that one sample changes the sums of
+        all groups together by at most max_grad_norm.
     """
     merged: list[tuple[str, dict[int, nn.Parameter]]] = []
     for name, parameters in modules:

@@ -7,8 +7,8 @@ ghost          takes norms in one backward, then runs the backward of sum_i c_i 
 Each mode runs a list of kernels. On a device with given peak speeds, a kernel is assumed to take
 max(FLOPs / peak FLOP/s, bytes / bandwidth) (a roofline), plus the time of its launch; a mode takes
 the sum over its kernels. The choice depends on these times alone: on shapes, the device and public
-sizes, never on the number of sampled samples. Each mode bounds every sample. The modes' results
-differ by rounding. Near fp32's maximum a gradient may be infinite (and removed) in one mode only.
+sizes, never on the number of sampled samples. Each mode bounds every sample. Results differ by
+rounding. Near fp32's maximum, a gradient may overflow (and be removed) in one mode only.
 
 Letters: B samples, T tokens, I inputs, O outputs of a linear layer; V rows and E width of a table;
 G_i per-sample gradient and c_i clipping factor of sample i.
@@ -34,7 +34,7 @@ DEFAULT_LEVEL = "conservative"
 
 _ELEMENT = 4
 _DOUBLE = 8
-# Small kernels per kept pair, for magnitudes of terms and for samples to multiply separately.
+# Number of small kernels per saved pair (x, dy): they find samples to multiply separately.
 _LAUNCHES_OF_PAIRS = 36
 
 
@@ -57,9 +57,9 @@ class Work:
 class LinearShape:
     """The shape of one operation on a matrix parameter: B samples, T tokens, I inputs, O outputs.
 
-    Kernels are assumed to read each operand once and write each result once, without caches. Work
-    that all modes share is not counted: the product for dx, and work once per batch, such as
-    writing the sum [O, I]. So all costs except launches are proportional to B.
+    Kernels are assumed to read each operand once and write each result once, without caches. Not
+    counted is the work that all modes share (the product for dx) and work that is done once per
+    batch (such as writing the sum [O, I]). So all costs except launches are proportional to B.
     """
 
     batch: int
@@ -96,7 +96,7 @@ class LinearShape:
         return [Work(self._product, self._operands + self.stored_bytes, self._kernel(gpu))]
 
     def norm(self, gpu: bool) -> list[Work]:
-        """Return the work of norms, and of the magnitudes of the norms' terms, from (x, dy)."""
+        """Return the work to compute norms, and magnitudes of their terms, from (x, dy)."""
         product = Work(self.norm_flops(gpu), self._operands, self._kernel(gpu))
         return [Work(moved=self._operands), product]
 
@@ -147,13 +147,13 @@ class EmbeddingShape(LinearShape):
         return 0
 
     def norm(self, gpu: bool) -> list[Work]:
-        """Count an fp64 copy for magnitudes; without Triton, also a copy for norms and its sum."""
+        """Count an fp64 copy for magnitudes; without Triton, also a copy and a sum for norms."""
         double = self.batch * self.tokens * self.inputs * _DOUBLE
         summed = 0 if self._fused(gpu) else 5 * double
         return [Work(moved=self._operands + 2 * double), Work(moved=self._operands + summed)]
 
     def gradient(self, gpu: bool) -> list[Work]:
-        """Count writing zeros, then reading, adding to and writing the looked-up rows."""
+        """Count writing zeros, and reading, adding to and writing the looked-up rows."""
         return [Work(moved=self.stored_bytes + 3 * self._operands)]
 
     def again(self) -> list[Work]:
@@ -171,7 +171,7 @@ class EmbeddingShape(LinearShape):
 
 @dataclass(frozen=True)
 class HeadShape(LinearShape):
-    """A linear head with O classes and chunked cross-entropy, whose backward recomputes logits.
+    """A linear head with O classes and chunked cross-entropy; its backward recomputes logits.
 
     The backward computes dlogits for dx. The weight gradient uses the same dlogits, so `plain` and
     `gradient` do not count them.
@@ -207,7 +207,7 @@ class HeadShape(LinearShape):
         return self.batch * self.tokens * self.outputs * max(_ELEMENT, self.dtype.itemsize)
 
     def _dlogits(self) -> list[Work]:
-        """Count the product, and three element-wise operations on its result: sub, exp, mul."""
+        """Return the work of dlogits: a product, then three element-wise operations."""
         product = Work(self._product, self._operands, _name(self.dtype))
         return [product, Work(moved=6 * self._logits)]
 
@@ -220,8 +220,8 @@ class HeadShape(LinearShape):
 class ExpertsShape(LinearShape):
     """The shape of a projection by experts: T pairs (token, expert) per sample.
 
-    If G [B, experts, O, I] is not kept, G is computed for one sample and expert at a time, once
-    for the norm and once for the sum.
+    If G [B, experts, O, I] is not kept, it is computed twice, one sample and expert at a time: for
+    the norm and for the sum.
     """
 
     experts: int = 1
@@ -326,7 +326,7 @@ def _kept(shapes: Sequence[LinearShape], mode: str) -> int:
 
 
 def _stored(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
-    """Return the work of `instantiate`: compute each operation's G, add them, read G twice."""
+    """Return the work of `instantiate`: compute G of each operation, add, read the sum twice."""
     size = max(s.stored_bytes for s in shapes)
     works = [work for s in shapes for work in s.gradient(gpu)]
     works += [Work(moved=3 * size)] * (len(shapes) - 1)
@@ -334,7 +334,7 @@ def _stored(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
 
 
 def _book_kept(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
-    """Return the work of `book_keeping`: joined operations of each type, and cross terms."""
+    """Return the work of `book_keeping`: one product per type of operation, and cross terms."""
     joined: dict[type[LinearShape], LinearShape] = {}
     works = [Work(launches=_LAUNCHES_OF_PAIRS)]
     for shape in shapes:
@@ -352,7 +352,7 @@ def _book_kept(shapes: Sequence[LinearShape], gpu: bool) -> list[Work]:
 
 
 def _inner(look_up: LinearShape, other: LinearShape) -> list[Work]:
-    """Return the work of <G_i, H_i>: G of a look-up, H of another operation on the table."""
+    """Return the work of <G_i, H_i> between a look-up and another operation on its table."""
     if isinstance(other, HeadShape):
         # The look-up's rows are added to each tile, once for the norm and once for the sum.
         return [Work(moved=6 * look_up.stored_bytes)]
@@ -378,20 +378,21 @@ class Planner:
     """Plans the modes of the matrix parameters of one model.
 
     Each parameter uses the faster of instantiate and book_keeping. If the parameters together keep
-    more bytes than the budget, parameters change to the mode that keeps less, in the order of the
-    bytes saved, until the budget suffices. If it never does, all parameters use ghost, if allowed.
+    more bytes than the budget, parameters change to the mode that keeps less, those that save most
+    first, until the budget suffices. If it never suffices, all parameters use ghost, if ghost is
+    allowed.
 
     Guarantees:
         The modes do not depend on the number of samples in a forward. Near the end of the
-        floating-point range modes give different results, and one sample more or less must not
-        change the contributions of other samples.
+        floating-point range the results of modes differ, so a mode that depended on the number
+        would let one sample change the contributions of other samples.
 
     Attributes:
         mode: "auto", or one of GRAD_SAMPLE_MODES for all parameters.
         memory_budget: bytes that kept gradients or activations may take together.
         batch_size: the public number of samples for which costs are computed and the budget must
-            suffice; never the sampled number, so that a sample's presence does not change how
-            other samples are clipped.
+            suffice. The number of sampled samples is not used, so that a sample's presence does
+            not change how other samples are clipped.
         ghost_allowed: whether per-sample losses are available and clipping is flat.
         book_keeping_allowed: whether norms may be computed without per-sample gradients.
         ceilings: speed of the device that computes.
@@ -403,7 +404,7 @@ class Planner:
     ghost_allowed: bool
     book_keeping_allowed: bool = True
     ceilings: Ceilings = CPU_RULE
-    # A cache: models have few different shapes, and each gate calls `plan` in every step.
+    # A cache, since each gate calls `plan` in every step, and models have few shapes.
     _faster: dict[tuple[LinearShape, ...], str] = field(default_factory=dict, repr=False)
 
     def plan(self, uses: Mapping[int, Sequence[LinearShape]]) -> Plan:
@@ -431,7 +432,7 @@ class Planner:
         choices: Sequence[str],
         over: int,
     ) -> Plan:
-        """Return the plan if the faster modes keep `over` bytes more than the budget."""
+        """Return the plan for a budget that the faster modes exceed by `over` bytes."""
         least = [_least({m: _kept(shapes, m) for m in choices}) for shapes in planned]
         saved = [_kept(s, a) - _kept(s, b) for s, a, b in zip(planned, modes, least, strict=True)]
         found = list(modes)
@@ -444,7 +445,7 @@ class Planner:
 
     @property
     def may_be_ghost(self) -> bool:
-        """Whether a plan may have two backwards, whose results must then be the same."""
+        """Whether a plan may use ghost, which needs two backwards with equal results."""
         return self.mode == "ghost" or (self.mode == "auto" and self.ghost_allowed)
 
     def avoid_ghost(self) -> None:

@@ -54,8 +54,8 @@ def refuse_coarse_mean(found: str | None) -> None:
 def refuse_coarse_products(device_type: str) -> None:
     """Refuse to train on a CPU if torch may multiply float32 with less precision.
 
-    Torch does so if operands exceed some size. One more sample would then change how the gradient
-    of every sample, and the sums of clipped gradients, are rounded.
+    Torch uses less precision if operands exceed some size. One more sample could then change the
+    rounding of every sample's gradient and of the sums of clipped gradients.
 
     Raises:
         ValueError: a setting allows less precision.
@@ -80,7 +80,7 @@ def coarse_products(device_type: str, *, convolves: bool = True) -> str | None:
     """
     for name in _SETTINGS.get(device_type, ()):
         precision = attrgetter(f"{name}.fp32_precision")(torch.backends)
-        # Scripts for GPUs ask for TF32, which few CPUs have.
+        # Allow "tf32", which scripts for GPUs set, on CPUs that do not have it.
         if device_type == "cpu" and precision == "tf32" and not torch.cpu._is_amx_fp16_supported():
             continue
         if precision in _COARSE and (convolves or name != "cudnn.conv"):

@@ -1,8 +1,8 @@
 """Finds from autograd's graph whether a tensor's rows are the samples' tokens, in order.
 
-Models flatten `[B, T, E]` to `[B T, E]`. Reshaping keeps the order of the elements: if the batch
-was the first dimension, row r belongs to sample r // T. If time was first, the first dimension was
-not B. Operations between the reshaping and the layer must work row by row.
+Models flatten `[B, T, E]` to `[B T, E]`. Reshaping keeps the order of the elements, so row r
+belongs to sample r // T if the batch was the first dimension. If time was first, the first
+dimension was T, not B. Operations between the reshaping and the layer must work row by row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 _RESHAPINGS = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
-# Elementwise operations: all differentiated operands must have the result's shape and rows.
+# Elementwise operations: each operand with a gradient must have the shape and rows of the result.
 _BY_ELEMENTS = frozenset(
     {
         "AddBackward0",
@@ -32,7 +32,7 @@ _BY_ELEMENTS = frozenset(
         "ToCopyBackward0",
     }
 )
-# Operations on each row: positions of (the input that has the rows, the weight) in operands.
+# Operations on each row -> indices, among the operands, of (the input with the rows, the weight).
 _BY_ROWS = {
     "AddmmBackward0": (1, 2),
     "MmBackward0": (0, 1),
@@ -42,7 +42,7 @@ _DEEPEST = 64
 
 
 def batch_sizes_of_rows(x: Tensor) -> frozenset[int]:
-    """Return the first dimensions of the tensors that x `[N, ...]` is reshaped from, row by row.
+    """Return the first dimensions of earlier tensors from which x `[N, ...]` was reshaped.
 
     If B is among them and divides N, rows r N / B to (r + 1) N / B - 1 belong to sample r.
     """

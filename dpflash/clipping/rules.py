@@ -32,7 +32,7 @@ class GateStep(Protocol):
         """Begin the backward of a trial."""
 
     def before_gate(self) -> None:
-        """Note that a backward has reached an operation on a private parameter, or a gate."""
+        """Note that a backward has reached a gate, or an operation on a private parameter."""
 
     def add_clipped(
         self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor], factors: Tensor
@@ -133,7 +133,7 @@ class GateRules:
             refuse_coarse_mean(coarse_use(x))
 
     def refuse_coarse_products(self, device_type: str) -> None:
-        """Refuse settings of torch with which a sample would change how others are rounded."""
+        """Refuse settings of torch with which one sample changes the rounding of others."""
         refuse_coarse_products(device_type)
         if self.loss_reduction == "mean":
             refuse_coarse_mean(coarse_products(device_type, convolves=self.convolves))

@@ -9,7 +9,7 @@ from ..sampling.slots import RealRows
 
 
 class ClipStatistics:
-    """Counts of all samples, and norms of the last backward; epsilon does not cover either."""
+    """Counts of all samples, and norms of the last backward. Epsilon covers neither."""
 
     def __init__(self, rows: RealRows):
         self._rows = rows
@@ -77,11 +77,11 @@ class ClipStatistics:
 
     @property
     def clipped_samples(self) -> int:
-        """Number of times that a group clipped a sample that was not removed."""
+        """How often a sample that was not removed was clipped, counted in each group."""
         return self._count()[1]
 
     @property
     def squared_norms(self) -> Tensor | None:
-        """Squared norms `[n]` of the last group in the last backward; None if there are none."""
+        """Squared norms `[n]` of the group that was clipped last; None without a backward."""
         squares, real = self._squares
         return squares if squares is None or real is None else squares[real]

@@ -24,11 +24,11 @@ from ..patterns import Adaptive, from_key
 from .device_speed import Ceilings
 from .planner import Work
 
-# Shards of keys and values in a ring's rank, besides its own; in the backward: (P = 2, P > 2).
+# Shards of keys and values on a ring's rank at once, without its own; backward: (P = 2, P > 2).
 _SHARDS_FORWARD, _SHARDS_BACKWARD = 4, (7, 13)
 _FORWARD, _BACKWARD = 4, 10  # FLOPs per pair (query, key) and component of its head
 _OPS = torch.ops.dpflash
-# Operations with an exponential per element or more: slower on a CPU than their bytes suggest.
+# Operations with an exponential per element, whose time on a CPU exceeds that of memory.
 _CURVED = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
@@ -47,8 +47,8 @@ def attention_flops(pairs: int, head_dim: int, *, forward: bool, backward: bool)
 def attention_formulas() -> dict[Any, Callable[..., int]]:
     """Return a formula for the FLOPs of each attention operator, from its pattern's pairs.
 
-    A pair (query, key) takes 4 D FLOPs forward and 10 D backward for head dim D; if values have
-    another head dim E, 2 (D + E) and 6 D + 4 E.
+    For head dim D, a pair (query, key) takes 4 D FLOPs in the forward and 10 D in the backward. If
+    values have another head dim E, it takes 2 (D + E) and 6 D + 4 E.
     """
 
     def pairs(q: Any, k: Any, key: str) -> int:
@@ -132,7 +132,7 @@ class Tape(TorchDispatchMode):
         self.seconds += sum(work.seconds(self.ceilings) for work in works)
 
     def _attend_across(self, packet: Any, args: Any) -> None:
-        """Add an attention call with keys of other ranks: memory of shards, time of the mode."""
+        """Count an attention call over keys of other ranks: its shards' memory, and its time."""
         is_forward = packet is _OPS.attention
         at = 0 if is_forward else 4
         q, k, pattern = args[at], args[at + 1], args[at + 9]
@@ -158,7 +158,7 @@ class Tape(TorchDispatchMode):
             self.part = before
 
     def begin_loss(self, *_: Any) -> None:
-        """From here on, count the forward's storages as logits and loss."""
+        """From now on, count storages of the forward as logits and loss."""
         if self.part == "activations":
             self.part = "logits and loss"
 

@@ -39,8 +39,8 @@ __all__ = [
     "unshard_sequence",
 ]
 
-# Public name -> module that defines it. Modules load on first use, because attention imports the
-# collectives of this package and ring attention imports attention.
+# Public name -> module that defines it. Modules load on first use: `dpflash.attn` imports the
+# collectives of this package, and ring attention imports `dpflash.attn`.
 _MODULES = {
     "ContextParallel": "context",
     "Layout": "layout",

@@ -106,8 +106,8 @@ def agree_on_lengths(
     """Check that `values` are equal on all ranks; return the number of tokens of each rank.
 
     All ranks of the group call this together, which takes one small exchange. If a rank passes an
-    `error`, all ranks raise a ValueError with the text of the first such rank. All ranks also
-    raise a ValueError for the first value that differs, see `collectives.agree`.
+    `error`, all ranks raise a ValueError with the error of the first rank that has one. All ranks
+    also raise a ValueError that names the first value that differs, see `collectives.agree`.
 
     Args:
         operation: the name of the exchange in messages.
@@ -116,7 +116,7 @@ def agree_on_lengths(
         group: the ranks.
         error: why this rank cannot continue, or None.
         once: whether to skip the exchange if the same call was checked before. Only for calls that
-            send no tensors: the next exchange finds a rank that makes another call.
+            send no tensors: if a rank makes another call, the next exchange fails.
     """
     text = "\n".join(f"{name}={value!r}" for name, value in values.items())
     own = [int(error is not None), digest(text), length]
@@ -134,7 +134,7 @@ def agree_on_lengths(
 
 
 def layout_of(operation: str, lengths: list[int], sharding: str, rows: int = 1) -> Layout:
-    """Return the layout of ranks with these numbers of tokens per row; refuse other splits."""
+    """Return the layout with these `lengths` of ranks; refuse lengths that `sharding` excludes."""
     layout = Layout(sum(lengths), len(lengths), sharding)
     expected = [layout.local_length(rank) for rank in range(len(lengths))]
     if lengths != expected:

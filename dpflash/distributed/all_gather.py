@@ -50,7 +50,7 @@ class AllGatherCall(ShardedCall):
         return pieces(self.sharded, self.rank, ALL_RANKS, device, self.by_chunk, runtime)
 
     def gather(self, k: Tensor, v: Tensor, phase: str) -> Tensor:
-        """Gather k and v of all ranks, `[2, B, G, T, D]`, in the order of the sequence."""
+        """Return k and v of all ranks, `[2, B, G, T, D]`, in the order of the sequence."""
         own = F.pad(torch.stack((k, v)), (0, 0, 0, self.sharded.longest - k.shape[2]))
         shards = all_gather(own, self.group, "keys and values of all ranks", phase)
         return self.sharded.layout.joined(shards, 3, self.sharded.length)

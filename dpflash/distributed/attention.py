@@ -105,8 +105,8 @@ def ring_attention(
       that the busiest rank sends (see `sent_bytes`), its work and the number of exchanges.
       "all_gather" is chosen only if the keys of all ranks are no larger than one rank's queries.
 
-    Large calls of "ring" and "all_gather" split the heads into up to eight parts, which run one
-    after the other, and need memory for one part at a time.
+    Large calls of "ring" and "all_gather" split the heads into up to eight parts. The parts run
+    one after the other, so that a call needs memory for one part at a time.
 
     Args:
         q: `[B, H, T_p, D]`, this rank's tokens, with a dtype that `dpflash.attention` supports.
@@ -141,8 +141,8 @@ def ring_attention(
         sinks and alibi_slopes are this rank's part; sum them over the ranks.
         Partial results are merged, and gradients are summed over ranks, in float32 (float64 for
         float64 inputs) in a fixed order. They are rounded to the inputs' dtype once, except that
-        "ulysses" rounds gradients of repeated heads before their sum. Runs of "ring" repeat bit
-        for bit; runs of the other modes do so if the backend's collectives do.
+        "ulysses" rounds gradients of repeated heads before their sum. Repeated runs of "ring" give
+        the same bits; those of the other modes do if the backend's collectives do.
     """
     group = resolve_group(group)
     deferred = DeferredError()
@@ -203,8 +203,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute `ring_attention`, but do not compare arguments between ranks.
 
-    q, k and v must have passed `require_fitting` and have the T_p tokens of the agreed layout;
-    sinks and slopes are `[B, H]`. Raises on all ranks for an unsupported mode, T or H.
+    q, k and v must have passed `require_fitting`, and have the T_p tokens of the agreed layout;
+    sinks and slopes are `[B, H]`. If mode, T or H is not supported, all ranks raise.
     """
     if q.shape[2] != context.layout.local_length(context.rank):
         raise ValueError(
@@ -216,7 +216,7 @@ def attend(
         q, k, v = (x[:, :, :own] for x in (q, k, v))
     group, mode = context.group, context.mode
     sharded = ShardedPattern(pattern, context.length, q.shape[1], k.shape[1], context.layout)
-    # Raises for a T or H that the pattern does not support.
+    # Check T and H: this raises if the pattern does not support them.
     graph_of(sharded, torch.device("cpu"))
     call = ModeCall(sharded, q.shape[3], q.dtype, q.shape[0], q.device.type)
     if mode == "auto":
@@ -229,7 +229,7 @@ def attend(
         options: Any = {"softmax_scale": scale, "sinks": sinks, "alibi_slopes": slopes}
         o, lse = attention(q, k, v, pattern=pattern, return_lse=True, **options)
     elif q.shape[0] == 0:
-        # Empty outputs that depend on all inputs give the same autograd graph as other batches.
+        # Empty outputs must depend on all inputs, so that the autograd graph has the same nodes.
         o = q + sum(x.sum() for x in (k, v, sinks, slopes) if x is not None)
         lse = o.sum(3, dtype=torch.promote_types(q.dtype, torch.float32))
     elif mode == "ulysses":
@@ -287,7 +287,7 @@ class _ShardedAttention(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         call: Ring | AllGatherCall = ctx.call
-        # Read only once: activation checkpointing allows a single read of saved tensors.
+        # Read the tuple once: activation checkpointing allows a single read of saved tensors.
         saved = ctx.saved_tensors
         runtime = BlockChoice.graph_of(saved[-2], saved[-1], call.sharded)
 

@@ -34,7 +34,7 @@ Tensors = Sequence[Tensor | None]
 
 
 class BlockChoice(NamedTuple):
-    """The key blocks to which each query block attends; None for static patterns."""
+    """The key blocks to which each query block of an `Adaptive` pattern attends."""
 
     blocks: Tensor | None  # `[B, H, n, K]`, int32, over the whole sequence
     gates: Tensor | None  # `[B, H, n, K]`, differentiable
@@ -67,11 +67,11 @@ class BlockChoice(NamedTuple):
         return runtime_graph(blocks, gates, sharded.pattern, sharded.length)
 
 
-# Besides its results o, dq, dk and dv a call holds up to 13 temporary tensors, each as large as a
-# shard. With eight parts the temporary tensors take less than half the memory of the results.
+# A call holds up to 13 temporary tensors, each as large as a shard, besides its results o, dq, dk
+# and dv. With eight parts, they take less than half the memory of the results.
 _MOST_PARTS = 8
-# Least bytes of keys in one exchange of a part. In smaller parts the network's latency would
-# dominate and, on a GPU, there would be too few queries for all multiprocessors.
+# Least bytes of keys in one exchange of a part. With smaller parts, the network's latency would
+# dominate, and a GPU's multiprocessors would not all have queries.
 _LEAST_BYTES = {"cpu": 2**20, "cuda": 2**23}
 
 
@@ -82,7 +82,7 @@ class ShardedCall:
     sharded: ShardedPattern  # the pattern over the sharded sequence
     group: ProcessGroup  # the ranks that share the sequence
     scale: float  # softmax scale
-    by_chunk: bool  # compute each pair of chunks separately, as ALiBi's distances need it
+    by_chunk: bool  # compute each pair of chunks separately, since ALiBi needs distances
     # attention backend of the forward and the backward
     backend: str = field(default_factory=current_backend)
 
@@ -93,7 +93,7 @@ class ShardedCall:
 
     @property
     def most_rows(self) -> int:
-        """Largest number of rows (key head, token) that one exchange sends; equal on all ranks."""
+        """Largest number of rows (key head, token) in an exchange between any two ranks."""
         raise NotImplementedError
 
     def by_heads(
@@ -117,7 +117,7 @@ class ShardedCall:
         count = self._number_of_parts(k)
         if count == 1:
             return compute(self, inputs)
-        # Allocated before the temporary tensors; otherwise the results would fragment the heap.
+        # Allocate the results first: among temporary tensors they would fragment the heap.
         wholes = [None if x is None else k.new_empty(x[0], dtype=x[1]) for x in shapes]
         heads = self.sharded.num_heads // count
         for i in range(count):
@@ -138,7 +138,7 @@ class ShardedCall:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sums x over the ranks; the backward sums the gradient over the ranks too."""
+    """Sums x over the ranks. The backward also sums the gradient over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -187,7 +187,7 @@ class BlockwiseForward:
         self._merged: tuple[Tensor, Tensor] | None = None
 
     def add(self, pieces: Iterable[Piece], k: Tensor, v: Tensor) -> None:
-        """Merge the results over the pieces of a shard's k and v `[B, G, S, D]`."""
+        """Add attention over the pieces of a shard's k and v, `[B, G, S, D]`, to the results."""
         for piece in pieces:
             rows = piece.queries
             inputs = _inputs_of(piece, self._q, k, v, *self._options)
@@ -268,7 +268,7 @@ class BlockwiseBackward:
                 self._dq = grads.dq
             else:
                 self._sum_of_dq()[:, :, rows] += grads.dq
-            # A piece that covers the whole shard is the sum itself: avoid a copy.
+            # If one piece covers the whole shard, its gradient is the sum: avoid a copy.
             if dkv is None and _is_all(columns, k):
                 dkv = [grads.dk.contiguous(), grads.dv.contiguous()]
             else:

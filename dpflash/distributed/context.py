@@ -34,10 +34,10 @@ from .layout import SHARDINGS, Layout
 from .mesh import OF_CONTEXT
 from .traffic import ModeCall, describe_modes
 
-_ENOUGH = 32  # tokens per rank from which equal tokens on all ranks are no coincidence
+_ENOUGH = 32  # equal tokens on all ranks are no coincidence if each rank has this number of tokens
 _Model = TypeVar("_Model", bound=nn.Module)
 
-# Modules that mix the tokens of one rank only: why results would be wrong, and what to use.
+# Modules that mix the tokens of one rank only -> why results would be wrong; the replacement.
 _MIXES_TOKENS: dict[tuple[type[nn.Module], ...], str] = {
     (nn.MultiheadAttention,): "attends to this rank's tokens only; use "
     "dpflash.nn.MultiheadAttention",
@@ -120,9 +120,9 @@ def unshard_sequence(
         length: number of tokens without padding; the padding after them is dropped.
 
     Returns:
-        All tokens in the order of the sequence. The result is differentiable. Its gradients are
-        *summed over the ranks*, and the gradient of x is this rank's part of the sum. A loss that
-        every rank computes from the whole sequence therefore counts once per rank.
+        All tokens in the order of the sequence. The result is differentiable. The result's
+        gradients are *summed over the ranks*, and the gradient of x is this rank's part of the
+        sum. So a loss that every rank computes from the whole sequence counts once per rank.
 
     Raises:
         ValueError: on all ranks: a shape, dtype, dim, sharding or length differs between ranks, a
@@ -190,11 +190,11 @@ class ContextParallel:
         error: ValueError | None = None,
         **values: object,
     ) -> Context:
-        """Check that all ranks make the same call, and return the call's sharded sequence.
+        """Check that all ranks make the same call, and return the sharded sequence of the call.
 
         The sequence consists of `rows` rows, each with `tokens` (T_p) tokens on this rank.
-        Positions from `length` on are padding. `error` is the reason why this rank cannot
-        continue; all ranks raise it. `values` must have the same repr on all ranks.
+        Positions from `length` on are padding. All ranks raise `error`, the reason why this rank
+        cannot continue. `values` must have the same repr on all ranks.
         """
         everything = {**values, "rows": rows, "length": length}
         everything |= {"mode": self.mode, "sharding": self.sharding}
@@ -209,9 +209,9 @@ class ContextParallel:
         return describe_modes(self.calls.values()) if self.calls else ""
 
     def warn_of_copies(self, context: Context, x: Tensor) -> None:
-        """Warn if all ranks have equal integers x `[B, T_p]`: the sequence was not sharded."""
+        """Warn if all ranks have the same tokens x `[B, T_p]`, as if x was not sharded."""
         layout, size = context.layout, context.layout.world_size
-        # All ranks must take the same branch, because an exchange follows.
+        # The condition is the same on all ranks, since an exchange follows.
         if (
             size == 1
             or layout.num_tokens % size
@@ -229,7 +229,7 @@ class ContextParallel:
             )
 
     def apply(self, model: nn.Module) -> None:
-        """Set this object on a model's modules; raises the errors of `context_parallel`."""
+        """Set this object on the modules of a model; raise as `context_parallel` does."""
         attentions = []
         for name, module in model.named_modules():
             where = f"'{name}'" if name else "the model itself"
@@ -254,7 +254,7 @@ class ContextParallel:
                 "tokens; use dpflash.nn.MultiheadAttention, or "
                 "dpflash.distributed.ring_attention in its forward"
             )
-        # The model gets the attribute too, so that callers can use model.context_parallel.shard.
+        # Also set it on the model, so that callers can use model.context_parallel.shard.
         for module in (*attentions, model):
             module.context_parallel = self
         for module in filter(pretrained.is_pretrained, attentions):
@@ -282,7 +282,7 @@ class ContextParallel:
         return shard_sequence(x, dim, self.group, self.sharding)
 
     def require_packable(self) -> None:
-        """Refuse a sharding in which a rank would hold several parts of a packed document."""
+        """Refuse a sharding with which a rank would hold several parts of a packed document."""
         if self.sharding != "contiguous":
             raise ValueError(
                 f"sharding={self.sharding!r} with packed documents is not supported: each rank "

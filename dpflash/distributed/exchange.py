@@ -48,10 +48,13 @@ _active: list[TrafficCount] = []
 def count_traffic() -> Iterator[TrafficCount]:
     """Count the bytes that context parallelism passes to torch.distributed on this rank.
 
-    With P ranks, a pairwise send counts its bytes, an all-to-all counts the bytes that leave the
-    rank, an all-gather or a reduce-scatter counts P - 1 times one shard, and an all-reduce counts
-    ``2 (P - 1) / P`` times its tensor. The few integers by which ranks compare their arguments
-    before a call are not counted.
+    With P ranks, these bytes are counted:
+
+    - of a pairwise send its bytes, and of an all-to-all the bytes that leave the rank
+    - of an all-gather or a reduce-scatter P - 1 times one shard
+    - of an all-reduce ``2 (P - 1) / P`` times its tensor
+
+    The few integers by which ranks compare arguments before a call are not counted.
     """
     count = TrafficCount()
     _active.append(count)
@@ -74,7 +77,7 @@ def all_reduced_bytes(size: int, world_size: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class PendingExchange:
-    """A send and a receive in progress. Keeps the buffers of both alive until both are done."""
+    """A send and a receive in progress. Keeps the buffers alive until both are done."""
 
     operation: str
     group: ProcessGroup
@@ -83,7 +86,7 @@ class PendingExchange:
     sent: Sequence[Tensor] | None
 
     def wait(self) -> Sequence[Tensor] | None:
-        """Wait for both; return the received tensors, or None if no buffers were passed."""
+        """Wait for the send and the receive; return the received tensors; None without buffers."""
         with collectives.exchanging(self.operation, self.group):
             for work in self.works:
                 work.wait()
@@ -99,9 +102,9 @@ def send_and_receive(
     operation: str,
     phase: str,
 ) -> PendingExchange:
-    """Start to send contiguous tensors to one rank, and to receive into buffers from another.
+    """Start to send contiguous tensors to rank `to`, and to receive buffers from rank `source`.
 
-    If `send` is None or its tensors are empty, nothing is sent; the receiver must pass no buffers.
+    If `send` is None or has empty tensors, nothing is sent; rank `to` must pass no buffers.
     """
     operations = []
     for x in send or ():
@@ -120,7 +123,7 @@ def send_and_receive(
 
 
 def connect(group: ProcessGroup, device: torch.device) -> None:
-    """Open a group's connections, once per group, before pairwise exchanges on GPUs."""
+    """Open the connections of a group before its first pairwise exchange on GPUs."""
     if device.type == "cpu" or group in _connected:
         return
     collectives.all_reduce_(torch.zeros(1, device=device), group, "first exchange of a group")
@@ -188,6 +191,6 @@ def all_to_all(
 
 
 def _viewed(flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """View bytes as a tensor; copy them if their offset is not a multiple of the element size."""
+    """View bytes as a tensor; copy the bytes first if their offset is not aligned to elements."""
     is_aligned = flat.storage_offset() % dtype.itemsize == 0
     return (flat if is_aligned else flat.clone()).view(dtype).view(shape)

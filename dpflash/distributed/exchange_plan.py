@@ -30,7 +30,7 @@ class ShardedPattern:
     num_heads: int  # H
     num_kv_heads: int  # G
     layout: Layout  # which tokens each rank holds
-    whole: ShardedPattern | None = None  # the pattern with all heads, if this one has some heads
+    whole: ShardedPattern | None = None  # the pattern of all heads, if this one is of some heads
     first_head: int = 0  # index of the first query head in `whole`
 
     @property
@@ -41,7 +41,7 @@ class ShardedPattern:
         return self.pattern
 
     def of_heads(self, first: int, end: int) -> ShardedPattern:
-        """Restrict to query heads `first` to `end` - 1 and the key/value heads that they use."""
+        """Return the pattern of query heads `first` to `end` - 1, and of their key/value heads."""
         count = end - first
         kv_heads = max(1, count * self.num_kv_heads // self.num_heads)
         return replace(self, num_heads=count, num_kv_heads=kv_heads, whole=self, first_head=first)
@@ -65,7 +65,7 @@ class Piece(NamedTuple):
 
     queries: slice  # of one shard
     keys: slice  # of the other shard
-    graph: TileGraph  # in coordinates relative to the start of each slice
+    graph: TileGraph  # positions in it are relative to the starts of the slices
     chunks: tuple[int, int]  # number of query chunks and of key chunks in the graph
 
 
@@ -74,7 +74,7 @@ class NeededRows:
     """The rows (key head, token) of a shard that queries of another rank attend to."""
 
     count: int  # number of rows
-    tokens: slice | None  # the tokens if all heads need one contiguous range, else None
+    tokens: slice | None  # the tokens if all heads need the same contiguous range, else None
     # `[count]`, int64, if tokens is None: indices into the shard's rows, flattened (head, token)
     index: Tensor | None
 
@@ -92,7 +92,7 @@ class Share(NamedTuple):
     """The work of one rank, and the numbers of key rows that its queries attend to."""
 
     edges: int  # number of (query, key) pairs over all heads
-    rows: tuple[int, ...]  # for each rank, how many of its key rows (key head, token) are needed
+    rows: tuple[int, ...]  # number of each rank's key rows (key head, token) that are needed
 
 
 @functools.lru_cache(maxsize=64)
@@ -129,10 +129,10 @@ def pieces(
     by_chunk: bool,
     runtime: TileGraph | None = None,
 ) -> tuple[Piece, ...]:
-    """Return the pieces to compute between one rank's queries and the keys of one or all ranks.
+    """Return the pieces between the queries of one rank and the keys of one or all ranks.
 
-    With `by_chunk` there is one piece for each pair of chunks, so that distances between tokens
-    are known. `runtime` is the tile graph of an `Adaptive` pattern over the whole sequence.
+    With `by_chunk` there is one piece for each pair of chunks, since ALiBi needs distances between
+    tokens. `runtime` is an `Adaptive` pattern's tile graph of the whole sequence.
     """
     if runtime is None:
         return _static_pieces(sharded, queries_of, keys_of, device, by_chunk)
@@ -142,7 +142,7 @@ def pieces(
 
 
 def pack(x: Tensor, needed: NeededRows) -> Tensor:
-    """Copy the needed rows into a contiguous `[B, n, D]` or `[B, G, n, D]`; may return x."""
+    """Return the needed rows of x, contiguous, `[B, n, D]` or `[B, G, n, D]`; may return x."""
     if needed.tokens is not None:
         return x[:, :, needed.tokens].contiguous()
     assert needed.index is not None
@@ -158,7 +158,7 @@ def packed_like(x: Tensor, needed: NeededRows) -> Tensor:
 
 
 def unpack(packed: Tensor, heads: int, tokens: int, needed: NeededRows) -> Tensor:
-    """Put the rows into a shard `[B, G, S, D]` that is 0 elsewhere; may return `packed`."""
+    """Return a shard `[B, G, S, D]` of the packed rows and 0 elsewhere; may return `packed`."""
     if needed.count == heads * tokens and needed.tokens is not None:
         return packed
     batch, dim = packed.shape[0], packed.shape[-1]
@@ -183,7 +183,7 @@ def add_packed_(whole: Tensor, packed: Tensor, needed: NeededRows) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _graph_of_queries(sharded: ShardedPattern, rank: int) -> TileGraph:
-    """Return the part of the whole graph that has the queries of a rank, on the CPU."""
+    """Return the part of the whole tile graph with the queries of a rank, on the CPU."""
     with real_cpu_tensors():
         return restrict(
             graph_of(sharded, torch.device("cpu")),
@@ -203,7 +203,7 @@ def _seen_keys(sharded: ShardedPattern, rank: int) -> Tensor:
 
 
 def _of_shard(seen: Tensor, sharded: ShardedPattern, rank: int) -> Tensor:
-    """Return the columns `[G, S]` of seen `[G, T]` for a rank's tokens, in local order."""
+    """Return the columns of `seen`, `[G, T]`, at a rank's tokens, `[G, S]`, in local order."""
     with real_cpu_tensors():
         shard = seen.new_zeros((len(seen), sharded.tokens(rank)))
         for start, length, local in sharded.chunks(rank):
@@ -255,7 +255,7 @@ def _static_pieces(
 
 
 def _of_heads(graph: TileGraph, part: ShardedPattern) -> TileGraph:
-    """Restrict a graph of all heads to the heads of `part`; both graphs share their tables."""
+    """Restrict a graph of all heads to the heads of `part`; the result uses the same tables."""
     heads = slice(part.first_head, part.first_head + part.num_heads)
     rows, cols = graph.row_variants[..., heads], graph.col_variants[..., heads]
     return replace(graph, row_variants=rows, col_variants=cols, plans={})

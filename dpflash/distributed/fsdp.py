@@ -28,7 +28,7 @@ def is_sharded(parameter: Tensor) -> TypeGuard[DTensor]:
 
 
 def require_rows(name: str, parameter: Tensor) -> None:
-    """Raise a ValueError for a DTensor that is not ``Shard(0)`` over the last mesh dimension.
+    """Raise a ValueError for a DTensor unless it is ``Shard(0)`` over the last mesh dimension.
 
     The mesh may have one more dimension before the last, over which the DTensor is replicated.
     """
@@ -57,7 +57,7 @@ def sharding_group(parameter: DTensor) -> ProcessGroup:
 
 
 def replicating_group(parameter: DTensor) -> ProcessGroup | None:
-    """Return the ranks of the parameter's mesh that hold copies of the same rows, or None."""
+    """Return the ranks that hold copies of this rank's rows of the parameter, or None."""
     mesh = parameter.device_mesh
     return mesh.get_group(0) if mesh.ndim > 1 else None
 

@@ -48,7 +48,7 @@ class Layout:
             )
 
     def chunks(self, rank: int, length: int | None = None) -> tuple[Chunk, ...]:
-        """Return the merged ranges of a rank's tokens before `length`, in local order."""
+        """Return the ranges of a rank's tokens before `length`; adjacent ranges are merged."""
         return _chunks(self, rank, self.num_tokens if length is None else length)
 
     def local_length(self, rank: int, length: int | None = None) -> int:
@@ -64,7 +64,7 @@ class Layout:
         return torch.cat([torch.arange(*ends, device=device) for ends in ranges])
 
     def in_order(self, length: int | None = None) -> list[tuple[int, Chunk]]:
-        """Return (rank, chunk) of all ranks, in the order of the sequence."""
+        """Return (rank, chunk) for the chunks of all ranks, in the order of the sequence."""
         owned = [
             (rank, chunk) for rank in range(self.world_size) for chunk in self.chunks(rank, length)
         ]

@@ -1,7 +1,7 @@
 """Context parallelism for causal language models of transformers.
 
-A hook on the model's forward gives it the positions of its tokens in the whole sequence, and an
-attention implementation of transformers reaches the tokens of other ranks.
+A hook on the model's forward passes the positions of this rank's tokens in the whole sequence. An
+implementation in transformers' attention interface reaches the tokens of other ranks.
 
 Shapes: B samples, H heads, T tokens, T_p tokens of rank p, D head dim.
 """
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 # The name must not contain "flash", which transformers takes to mean FlashAttention.
 NAME = "dp_context"
 
-# Families whose attention goes through transformers' attention interface, and whose other modules
-# work on single tokens. tests/distributed/test_pretrained_models.py compares each with one process
+# Families whose attention calls transformers' attention interface, and whose other modules work on
+# single tokens. tests/distributed/test_pretrained_models.py compares each with one process
 _FAMILIES = ("GPT2", "Llama", "Mistral", "Qwen2", "Qwen3")
 _MODELS = {f"{name}{kind}" for name in _FAMILIES for kind in ("Model", "ForCausalLM")}
 _MODELS.add("GPT2LMHeadModel")
 
 _CALL = "context_parallel"  # the keyword that carries a `_Call` from the hook to attention
-# Arguments of a model's call that may be passed per rank; arguments that reach the attention.
+# Arguments of a model's call that may be passed per rank; arguments that attention may get.
 _TAKEN = {"input_ids", "attention_mask", "position_ids", "output_hidden_states", "return_dict"}
 _PASSED_ON = {*_TAKEN, "cache_position", "position_embeddings"}
 _REMEDIES = {

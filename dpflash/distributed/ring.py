@@ -1,9 +1,9 @@
 """Ring attention: each rank receives the keys and values of every other rank in turn.
 
-In step t, rank r computes with the keys of rank r - t and returns their gradients directly to it.
-Only key rows that a query of rank r attends to are sent; all ranks derive these rows from the
-pattern. Steps without such rows are skipped. The rows of the next step are exchanged while the
-current step is computed, in separate buffers. Source: Liu et al., arXiv:2310.01889.
+In step t, rank r computes with the keys of rank r - t, and returns their gradients to rank r - t.
+Only key rows that a query of rank r attends to are sent; all ranks derive them from the pattern.
+Steps without such rows are skipped. The rows of the next step are exchanged while the current step
+is computed, in separate buffers. Source: Liu et al., arXiv:2310.01889.
 
 Shapes: B samples, H query heads, G key/value heads, T, S tokens of a rank, P ranks, D head dim.
 """
@@ -66,7 +66,7 @@ class Ring(ShardedCall):
                 dkv = backward.add(self.pieces(step, k.device, runtime), *kv)
             pending, kv = upcoming, None
             if needs_dkv:
-                # Returned gradients are added in the order of steps, so that runs are repeatable.
+                # Add returned gradients in the order of the steps, so that runs are repeatable.
                 sent, dkv = self.return_gradients(step, dkv, own), None
                 self.add_returned(step - 1, returned, own)
                 returned = sent
@@ -108,7 +108,7 @@ class Ring(ShardedCall):
         return pieces(self.sharded, self.rank, owner, device, self.by_chunk, runtime)
 
     def fetch(self, step: int, k: Tensor, v: Tensor, phase: str) -> PendingExchange | None:
-        """Start the exchange of keys and values for a step; return None after the last step."""
+        """Start to exchange the keys and values of a step; return None after the last step."""
         if step >= self.size:
             return None
         given, needed = self.given(step, k.device), self.needed(step, k.device)
@@ -123,7 +123,7 @@ class Ring(ShardedCall):
         )
 
     def receive(self, step: int, pending: PendingExchange | None) -> list[Tensor] | None:
-        """Wait for the keys and values `[B, G, S, D]` of a step; return None if not needed."""
+        """Wait for keys and values `[B, G, S, D]` of another rank; return None if not needed."""
         received = None if pending is None else pending.wait()
         if received is None:
             return None
@@ -134,7 +134,7 @@ class Ring(ShardedCall):
     def return_gradients(
         self, step: int, dkv: Sequence[Tensor] | None, own: Sequence[Tensor]
     ) -> PendingExchange:
-        """Start returning the gradients `[B, G, S, D]` of a step's keys and values."""
+        """Start to send gradients `[B, G, S, D]` back to the rank whose keys a step used."""
         device = own[0].device
         needed, given = self.needed(step, device), self.given(step, device)
         return send_and_receive(
@@ -150,7 +150,7 @@ class Ring(ShardedCall):
     def add_returned(
         self, step: int, pending: PendingExchange | None, own: Sequence[Tensor]
     ) -> None:
-        """Wait for the gradients that another rank returns, and add them to `own`."""
+        """Wait for the gradients that another rank sends back, and add them to `own`."""
         received = None if pending is None else pending.wait()
         if received is not None:
             given = self.given(step, own[0].device)

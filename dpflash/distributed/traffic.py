@@ -23,12 +23,12 @@ from .layout import Layout
 
 
 class _Speed(NamedTuple):
-    """Nominal speed of a rank's device and network; only ratios matter for the choice of modes."""
+    """Nominal speed of a rank's device and network. The choice of modes needs only ratios."""
 
     flops: float  # FLOP/s of attention kernels
     memory: float  # bytes/s, reads and writes together
     link: float  # bytes/s that a rank sends
-    exchange: float  # seconds that an exchange and the kernels around it take at least
+    exchange: float  # least time of an exchange with its kernels, in seconds
 
 
 # By device type, not by device name, since all ranks must choose the same mode. "cpu": one core of
@@ -157,11 +157,11 @@ def cheapest_mode(call: ModeCall) -> str:
 
 @functools.lru_cache(maxsize=256)
 def mode_costs(call: ModeCall) -> tuple[ModeCost, ...]:
-    """Return the cost of each supported mode, equal on all ranks, so that all choose one mode.
+    """Return the cost of each supported mode. Costs are equal on all ranks, so the choice is too.
 
-    Times of exchanges and kernels are added up, since measured rings overlap them little
-    (PrimeIntellect-ai/prime-rl#2418: 64k tokens on 2 and 4 ranks, the ring 29% and 32% slower,
-    Ulysses 8% slower and 1% faster).
+    Times of exchanges and of kernels are added up, since measured rings overlapped exchanges and
+    kernels little (PrimeIntellect-ai/prime-rl#2418, 64k tokens on 2 and 4 ranks: the ring was 29%
+    and 32% slower, Ulysses 8% slower and 1% faster).
     """
     sharded, speed = call.sharded, _SPEEDS.get(call.device, _SPEEDS["cuda"])
     ranks = range(sharded.layout.world_size)
@@ -199,7 +199,7 @@ def _most_steps(sharded: ShardedPattern) -> int:
 
 
 def describe_modes(calls: Iterable[tuple[ModeCall, str]]) -> str:
-    """Return a table of the costs of each call's supported modes, for `PrivacyEngine.plan`."""
+    """Return a table with the cost of each call in each supported mode, for `engine.plan`."""
     rows: list[tuple[str, ...]] = [
         ("attention", "mode", "MiB sent", "in backward", "GFLOP", "exchanges", "predicted ms")
     ]
@@ -236,8 +236,8 @@ def require_enough_heads(sharded: ShardedPattern, mode: str) -> None:
 def heads_per_rank(sharded: ShardedPattern) -> tuple[list[slice], list[slice]]:
     """Return the query heads and the key/value heads of each rank in mode "ulysses".
 
-    A rank has all query heads of each of its key/value heads. If there are fewer key/value heads
-    than ranks, k and v count as repeated to H heads.
+    A rank has all query heads that use the rank's key/value heads. If there are fewer key/value
+    heads than ranks, k and v count as repeated to H heads.
     """
     size = sharded.layout.world_size
     groups = sharded.num_kv_heads

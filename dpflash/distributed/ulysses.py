@@ -46,7 +46,7 @@ class HeadExchange:
         return self.heads if x.shape[1] == self.heads[-1].stop else self.kv_heads
 
     def to_heads(self, tensors: Sequence[Tensor], operation: str, phase: str) -> list[Tensor]:
-        """Exchange each `[B, H, T_p, ...]` for `[B, h, T, ...]`, in the order of the sequence."""
+        """Exchange each `[B, H, T_p, ...]` for `[B, h, T, ...]`, in the sequence's order."""
         heads = [self._heads_of(x) for x in tensors]
         counts = [own[self.rank].stop - own[self.rank].start for own in heads]
         ranks = range(len(self.heads))
@@ -93,7 +93,7 @@ class HeadExchange:
 
 
 class _ToHeads(torch.autograd.Function):
-    """`HeadExchange.to_heads` for q, k and v; every rank sends the gradients of all three."""
+    """`HeadExchange.to_heads` for q, k and v; each rank sends gradients, zeros if needed."""
 
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, *qkv: Tensor) -> tuple[Tensor, ...]:
@@ -109,7 +109,7 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """`HeadExchange.to_tokens` for o and lse; every rank sends the gradients of both."""
+    """`HeadExchange.to_tokens` for o and lse; each rank sends gradients, zeros if needed."""
 
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, *o_lse: Tensor) -> tuple[Tensor, ...]:
@@ -165,7 +165,7 @@ class _OwnHeads(torch.autograd.Function):
 
 
 def _summed(terms: Tensor | None, x: Tensor | None) -> Tensor | None:
-    """Sum terms `[B, H, T]` over T: the gradient of sinks or slopes x `[B, H]`."""
+    """Sum terms `[B, H, T]` over T, which gives the gradient of sinks or slopes x, `[B, H]`."""
     return None if terms is None or x is None else terms.sum(2).to(x.dtype)
 
 

@@ -20,7 +20,7 @@ from .fsdp import holders, is_sharded, replicating_group, require_rows
 from .mesh import Ranks
 
 _OF_OPACUS = "DifferentiallyPrivateDistributedDataParallel"
-_COMPARED = 14  # random entries of the data set that ranks compare, besides the first and the last
+_COMPARED = 14  # number of random entries that ranks compare, besides the first and the last entry
 
 
 def open_ledger(path: str | os.PathLike[str] | None, ranks: Ranks) -> Ledger | None:
@@ -67,7 +67,7 @@ def check_module(module: nn.Module, ranks: Ranks) -> None:
                     "mesh: each rank would add its own noise and count its own steps. Pass "
                     "PrivacyEngine(mesh=init_device_mesh(..., mesh_dim_names=('data',)))"
                 )
-    # fully_shard's modules unshard their parameters for the forward; other DTensors stay sharded.
+    # Modules of fully_shard gather their parameters for the forward. Other DTensors stay sharded.
     fully_sharded = {
         id(p)
         for child in module.modules()
@@ -142,7 +142,7 @@ def _check_replicas(module: DistributedDataParallel, ranks: Ranks) -> None:
 
 
 def digests_of(dataset: Any, key: bytes) -> list[str]:
-    """Return keyed digests of some entries; "" for an entry that changes between two reads."""
+    """Return keyed digests of some entries; "" for an entry that differs between two reads."""
     count = len(dataset)
     indices = {0, count - 1}
     words = uniform_words(derive_key(key, "entries to compare"), index=0, count=_COMPARED)
@@ -193,21 +193,21 @@ def _entry_digest(entry: Any, key: bytes) -> str:
 
 
 def synchronize_ranks(module: nn.Module, ranks: Ranks) -> None:
-    """Broadcast parameters and buffers from rank 0 and disable DDP's all-reduce of gradients."""
+    """Broadcast parameters and buffers from rank 0, and disable DDP's all-reduce of gradients."""
     tensors = [x.detach() for x in (*module.parameters(), *module.buffers())]
     operation = "broadcast of rank 0's parameters"
     ranks.broadcast_([x for x in tensors if not is_sharded(x)], operation)
     for x in filter(is_sharded, tensors):
         copies = [replicating_group(x)]
         for group in (ranks.data, ranks.context):
-            # Ranks outside of the parameter's mesh hold the same rows, in meshes of their own.
+            # Ranks outside of the parameter's mesh hold copies of the same rows in other meshes.
             if set(ranks_of(group)) & set(holders(x)) == {dist.get_rank()}:
                 copies.append(group)
         for group in copies:
             if group is not None:
                 collectives.broadcast_(x.to_local(), group, operation)
     if isinstance(module, DistributedDataParallel):
-        # DDP's reducer would write zeros into `.grad`; the step adds up the clipped sums.
+        # The step sums over ranks. DDP's reducer would only write zeros into `.grad`.
         module.require_backward_grad_sync = False
 
 

@@ -22,8 +22,8 @@ from .torch_attention import PrivateTorchMultiheadAttention, PrivateTransformerE
 
 __all__ = ["ModuleContext", "PrivateModule", "block_rule_for", "rule_for"]
 
-# Forward -> the rule that replaces it. A subclass with a forward of its own therefore has another
-# rule. A forward that cannot be imported here is listed under its full name.
+# Forward -> its rule. Keys are forwards, since a subclass may have a forward of its own, which
+# needs another rule. A forward that cannot be imported here is listed under its full name.
 RULES: dict[object, type[PrivateModule]] = {
     nn.Linear.forward: PrivateLinear,
     nn.Embedding.forward: PrivateEmbedding,
@@ -42,17 +42,17 @@ RULES: dict[object, type[PrivateModule]] = {
     "peft.tuners.trainable_tokens.layer.TrainableTokensLayer.forward": PrivateTrainableTokens,
 }
 
-# Modules without parameters of their own whose layers have rules.
+# Rules of modules without parameters of their own.
 BLOCK_RULES: dict[object, type[PrivateModule]] = {
     "dpflash.nn.attention.MultiheadAttention.forward": PrivateMultiheadAttention,
-    # Needed even if only the output projection, a layer with its own rule, is trained.
+    # Needed even if only the output projection is trained, which is a layer with its own rule.
     nn.MultiheadAttention.forward: PrivateTorchMultiheadAttention,
     nn.TransformerEncoder.forward: PrivateTransformerEncoder,
     "transformers.models.t5.modeling_t5.T5Attention.forward": PrivateRelativeBias,
     "transformers.models.mt5.modeling_mt5.MT5Attention.forward": PrivateRelativeBias,
     "transformers.models.swin.modeling_swin.SwinAttention.forward": PrivateSampleBySample,
     "transformers.models.swin.modeling_swin.SwinLayer.forward": PrivateSampleBySample,
-    # Also needed if magnitudes are frozen: PEFT's forward runs both layers on an identity matrix.
+    # Needed even if magnitudes are frozen: PEFT's forward runs A and B on an identity matrix.
     "peft.tuners.lora.dora.DoraLinearLayer.forward": PrivateDora,
 }
 

@@ -2,8 +2,8 @@
 
 The node's backward computes per-sample gradients of the output projection, runs the flash backward
 into one buffer of dq, dk and dv, and computes per-sample gradients of the input projection, sinks
-and slopes. The flash backward's epilogue computes those of input biases. Then the clipping gates
-compute norms, clip and, at the end of a logical batch, add noise.
+and slopes. The flash backward's epilogue computes the per-sample gradients of input biases. Then
+the clipping gates compute norms and clip, and add noise at the end of a logical batch.
 
 Letters: B samples, H query heads, G key/value heads, T tokens, D head dim, E model dim.
 """
@@ -104,7 +104,7 @@ class _SelfAttention(torch.autograd.Function):
         q, k, v = heads.split(qkv)
         dqkv = torch.empty_like(qkv)
         dq, dk, dv = heads.split(dqkv)
-        # The kernel sums dq, dk and dv over tokens before `turn_`: only without rotary positions.
+        # The kernel sums dq, dk and dv over tokens before `turn_`, so not with rotary positions.
         sums_of_rows = not heads.rotary and ctx.units is None
         graph, scale = graph_of(q, k, heads.pattern), 1 / math.sqrt(heads.head_dim)
         options: Any = {"key_range": key_range_of(padding), "backend": ctx.backend}
@@ -136,13 +136,13 @@ class _SelfAttention(torch.autograd.Function):
 
 
 def _of_samples(terms: Tensor | None, units: Units | None) -> Tensor:
-    """Return the gradients of samples' sinks or slopes, `[B, H]`, from terms `[B, H, T]`."""
+    """Sum terms `[B, H, T]` over the tokens of each sample; return its gradient, `[B, H]`."""
     assert terms is not None
     return terms.sum(2) if units is None else units.summed(terms[0].mT)
 
 
 class PrivateMultiheadAttention(PrivateModule):
-    """`dpflash.nn.MultiheadAttention`: if possible, one autograd node with the projections."""
+    """`dpflash.nn.MultiheadAttention`, with its projections as one autograd node if possible."""
 
     def _output(
         self,
@@ -156,8 +156,8 @@ class PrivateMultiheadAttention(PrivateModule):
     ) -> Tensor:
         module: Any = self
         plain = module.pattern is None and module.sinks is None and module.alibi_slopes is None
-        # Masks of scores, tokens on other ranks, dropout, and patterns chosen at run time need the
-        # ordinary forward.
+        # The ordinary forward is needed for masks of scores, tokens on other ranks, dropout, and
+        # patterns that are chosen at run time.
         masked = attn_mask is not None or (plain and key_padding_mask is not None)
         split = module.context_parallel is not None
         dropped = module.training and module.dropout > 0
@@ -169,7 +169,7 @@ class PrivateMultiheadAttention(PrivateModule):
                 "other documents; pass the batch's cu_seqlens to the module (LongContextLM takes "
                 "packed=batch)"
             )
-        # Rows of one unit do not attend to each other, but their gradients are added.
+        # Attention runs on each row of a unit by itself; gradients are summed over the unit.
         of_rows = units is not None
         ordinary = masked or split or dropped or chosen or of_rows or _in_float8(module)
         if ordinary or not _is_one_node(module):
@@ -196,7 +196,7 @@ class PrivateMultiheadAttention(PrivateModule):
     def _attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, inner: Pattern
     ) -> Tensor:
-        """Compute attention; by document if sinks or slopes need a gradient per document."""
+        """Compute attention, document by document if sinks or slopes are trained on documents."""
         per_head = [child for child in (self.sinks, self.alibi_slopes) if child is not None]
         trained = [c for c in per_head if isinstance(c, PrivateModule) and c.is_private_call()]
         units = trained[0]._dpflash.units if trained else None
@@ -219,7 +219,7 @@ class PrivateMultiheadAttention(PrivateModule):
 
 
 def _of_documents(child: Any, units: Units) -> Tensor | None:
-    """Return sinks or slopes `[U + 1, H]`: a row per document, and a last row for padding."""
+    """Return a copy of sinks or slopes per document and one for padding, `[U + 1, H]`."""
     if child is None:
         return None
     numbers: Tensor = child.weight.detach().expand(units.size + 1, -1)
@@ -231,7 +231,7 @@ def _of_documents(child: Any, units: Units) -> Tensor | None:
 
 
 def _is_one_node(module: Any) -> bool:
-    """Return whether both projections are plain linear layers, trained, and without hooks."""
+    """Return whether both projections are trained plain linear layers without hooks."""
     if not module.self_attention or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     projections = (module.qkv_proj, module.out_proj)
@@ -251,7 +251,7 @@ def _in_float8(module: Any) -> bool:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Return whether hooks or a replaced forward see the call of a module."""
+    """Return whether a module has hooks or a replaced forward, which must see each call."""
     return bool(
         "forward" in module.__dict__
         or torch.nn.modules.module._has_any_global_hook()

@@ -28,14 +28,14 @@ from .float8 import Float8Weight
 
 @dataclass(frozen=True)
 class Slot:
-    """A clipping gate and a matrix parameter's position in it, to which (x, dy) is passed."""
+    """A clipping gate, and a matrix parameter's index in it; the gate gets pairs (x, dy)."""
 
     gate: Gate
     position: int
 
 
 def taken(slot: Slot | None, x: Tensor, dy: Tensor, *, swapped: bool = False) -> Tensor | None:
-    """Pass (x, dy) of a linear operation to its gate (`Gate.take_linear`), or return G."""
+    """Pass (x, dy) to the slot's gate (`Gate.take_linear`); without a slot return G."""
     if slot is None:
         return per_sample_grad(x, dy)
     return slot.gate.take_linear(slot.position, x, dy, swapped=swapped)
@@ -56,11 +56,11 @@ class ModuleContext:
         float8: the weight in float8, for a linear layer that multiplies in float8.
         has_positions: whether an embedding received indices [T] whose length is not B.
         longest: largest number of steps in the packed sequences that the module received.
-        places: "batch" or "positions" for each one-dimensional argument, by the call's structure
-            and the argument's index in it.
-        left_out: the last empty cache that was left out of a call.
-        compared: the calls that were compared with a forward of the whole batch, each given by the
-            structure of its arguments and by which arguments belong to the batch.
+        places: whether each one-dimensional argument is a "batch" or "positions"; keys are the
+            call's structure and the argument's index.
+        left_out: the empty cache that was last left out of a call.
+        compared: the calls that were compared with a forward of the whole batch, as (structure of
+            the arguments, which of them belong to the batch).
     """
 
     backward: PrivateBackward
@@ -87,13 +87,13 @@ class ModuleContext:
         return self.longest
 
     def note_left_out(self, cache: Any) -> bool:
-        """Note that a call leaves out `cache`; return False if it was the last one left out."""
+        """Note that a call leaves out `cache`; return False if the previous one did so too."""
         last, self.left_out = self.left_out, weakref.ref(cache)
         return last is None or last() is not cache
 
     @property
     def units(self) -> Units | None:
-        """The units if samples are not rows and the rule supports units, else None (rows)."""
+        """The units, if samples are not rows and the rule supports units; else None."""
         units = self.backward.forward.units
         if units is None or self.takes_units or (self.takes_documents and not units.are_rows):
             return units
@@ -165,7 +165,7 @@ class _OfPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: Tensor, units: Units) -> Tensor:
         ctx.units = units
-        # All entries of a handle are the same parameter: expand the first one.
+        # A handle repeats the same parameter for each unit: expand its first entry.
         return handle[:1].expand(units.positions, *handle.shape[1:])
 
     @staticmethod
@@ -175,7 +175,7 @@ class _OfPositions(torch.autograd.Function):
 
 
 def of_units(handle: Tensor, units: Units) -> Tensor:
-    """Return, for each position, the handle of its unit: `[N, ...]`."""
+    """Return the handle of the unit of each position, `[N, ...]`."""
     result: Tensor = _OfPositions.apply(handle, units)
     return result
 
@@ -241,7 +241,7 @@ class Handles:
             return handle
         parameter = self._parameters[name]
         assert parameter is not None
-        # With mixed precision, the gathered values have another dtype.
+        # With mixed precision, the gathered values have another dtype than the handle.
         return parameter.detach() + (handle - handle.detach()).to(parameter.dtype)
 
     def slot(self, name: str, shape: LinearShape) -> Slot | None:
@@ -260,7 +260,7 @@ class CopiedPlain(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         build, *rest = tuple(plain_copy(self).__reduce_ex__(protocol))
-        # pickle's __newobj__ must create the pickled object's own class, so it cannot be used.
+        # pickle's __newobj__ only creates an object of the class that is pickled: use `_new`.
         return (_new if build is copyreg.__newobj__ else build, *rest)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
@@ -327,7 +327,7 @@ class PrivateModule(CopiedPlain):
         refuse_recording(self._dpflash.name, "torch.jit.script", also="")
 
 
-# Values of other types might hold tensors of a sample after the call, as a cache does.
+# A value of another type may keep a sample's tensors after the call, as a cache does.
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
@@ -378,7 +378,7 @@ def plain_copy(module: nn.Module) -> nn.Module:
 
 
 def copy_to_store_in(module: nn.Module) -> nn.Module:
-    """Return a copy for a forward that stores tensors, so that later batches do not see them."""
+    """Return a copy whose forward may store tensors, which later batches then do not see."""
     made, copies = plain_copy(module), dict[int, Any]()
     for name, value in made.__dict__.items():
         if name not in OF_TORCH:
@@ -387,7 +387,7 @@ def copy_to_store_in(module: nn.Module) -> nn.Module:
 
 
 def stored(module: nn.Module, own_copy: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of attributes and buffers that were set in such a copy of `module`."""
+    """Yield (name, value) of attributes and buffers that a forward set in `own_copy`."""
     before = _contents(module)
     for name, content in _contents(own_copy).items():
         if content != before.get(name):
@@ -396,7 +396,7 @@ def stored(module: nn.Module, own_copy: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
-    """Return a key per attribute and buffer that changes if its value, or a part of it, does."""
+    """Return, for each attribute and buffer, a key that changes with the value or a part of it."""
     held = {k: v for k, v in module.__dict__.items() if k not in {*OF_TORCH, "_dpflash"}}
     return {name: identity(value) for name, value in {**held, **module._buffers}.items()}
 

@@ -13,15 +13,15 @@ from ..clipping.forward import ALL_ROWS
 from ..refusal import PrivateRefusal
 from .base import ModuleContext, name_of_forward, plain_forward
 
-# Layers inside these get inputs in the module's layout; attention transposes its own inputs.
+# Layers inside these modules have inputs in the module's layout, except layers of attention.
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
-# Attention that transposes [B, T, E] before its projections, by the name of its forward.
+# Names of forwards of attention that transposes [B, T, E] before its projections.
 _TURNING = (
     "transformers.models.longformer.modeling_longformer.LongformerSelfAttention.forward",
     "transformers.models.led.modeling_led.LEDEncoderSelfAttention.forward",
 )
-# Forwards that treat tokens one by one, whatever the order of the leading dimensions.
+# Forwards that treat each token by itself, in any order of the leading dimensions.
 _OF_TOKENS = (nn.Linear.forward, nn.LayerNorm.forward, nn.RMSNorm.forward)
 
 
@@ -82,7 +82,7 @@ def samples_first(context: ModuleContext, x: Tensor) -> Tensor:
 
 
 class BatchSecond(nn.Module):
-    """Base class before a layer's rule; with it, the layer takes and returns [T, B, ...]."""
+    """First base class, before a layer's rule, of layers that take and return [T, B, ...]."""
 
     _dpflash: ModuleContext
 

@@ -58,7 +58,7 @@ def by_document(
     ]
     result = tree_unflatten(joined, spec)
     if all(unit == units.size for unit, _ in pieces):
-        # There is no gradient, but the gate must join the exchange with other ranks.
+        # There is no gradient, but the clipping gate must take part in the exchange between ranks.
         nothing = sum(p[:0].sum() for p in parameters.values())
         result = tree_map_only(
             Tensor, lambda t: t + nothing if t.is_floating_point() else t, result

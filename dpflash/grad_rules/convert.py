@@ -47,7 +47,7 @@ _HOOKS = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
 
 
 class Layer(NamedTuple):
-    """A module whose parameters are not owned by a layer above it."""
+    """A module whose parameters no module above it owns."""
 
     name: str  # dotted; "" for the model itself
     module: nn.Module
@@ -67,8 +67,8 @@ def check_model(model: nn.Module) -> list[Layer]:
         The model's layers.
 
     Raises:
-        ValueError: a module mixes samples, no rule covers a trainable parameter, or a forward that
-            was set on the object replaces the forward of the model's class.
+        ValueError: a module mixes samples, a trainable parameter has no rule, or a forward was
+            assigned to the model object.
     """
     if "forward" in vars(model) and not _was_compiled(model) and not _is_scripted(model):
         raise ValueError(
@@ -84,7 +84,7 @@ def check_model(model: nn.Module) -> list[Layer]:
 
 
 def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> None:
-    """Like `check_model`, for one module. `is_inside`: a layer above owns its parameters."""
+    """Check one module as `check_model` does. `is_inside`: a layer above owns its parameters."""
     if isinstance(module, PrivateModule):
         raise ValueError(f"module '{name}' is private already; call engine.detach(model) first")
     if type(module).__name__.startswith("GradSampleModule"):
@@ -182,8 +182,8 @@ def _check_computed(name: str, module: nn.Module) -> None:
 
 
 def _check_torch_layer(name: str, module: nn.Module, names: Collection[str]) -> None:
-    """Refuse a layer with another forward, computed weights (parametrizations, weight_norm,
-    pruning) or parameters besides `names`, which its rule does not cover.
+    """Refuse a layer with a forward of its own, with computed weights (parametrizations,
+    weight_norm, pruning), or with parameters other than `names`.
     """
     if not any(p.requires_grad for p in module.parameters()):
         return
@@ -213,8 +213,9 @@ def _torch_kind(module: nn.Module) -> str:
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return a module's parameters, except those of layers below it; all of them if `is_whole`.
 
-    A parameter of both, such as `decoder.bias` in BERT's head, belongs to the layer below. If the
-    module itself uses the parameter, the gradient bypasses clipping, and the step is refused.
+    A parameter of the module and of a layer below, such as `decoder.bias` in BERT's head, belongs
+    to the layer below. If the module uses the parameter, the gradient bypasses clipping, and the
+    step is refused.
     """
     if is_whole(module):
         return dict(module.named_parameters())
@@ -305,7 +306,7 @@ def parts_of_layers(model: nn.Module) -> set[nn.Module]:
 
 
 def layers_of(model: nn.Module, parts: Collection[nn.Module] | None = None) -> list[Layer]:
-    """Return the layers in the model's order, except `parts` (default: `parts_of_layers`)."""
+    """Return the layers in the model's order, without the modules `parts`."""
     inside = parts_of_layers(model) if parts is None else parts
     return [
         Layer(name, module, _own_parameters(module))
@@ -376,7 +377,7 @@ def detach(model: nn.Module) -> None:
 
 @contextmanager
 def plain_layers(model: nn.Module) -> Iterator[None]:
-    """In the body, the layers have their original classes."""
+    """Give the layers their original classes in the with block."""
     held = [(m, type(m), m._dpflash) for m in model.modules() if isinstance(m, PrivateModule)]
     detach(model)
     try:
@@ -393,7 +394,7 @@ def make_groups(
     clipping: str,
     bounds: Bounds | None = None,
 ) -> list[Group]:
-    """Return the groups for `clipping`; their bounds are equal unless `bounds` are given."""
+    """Return the clipping groups for `clipping`, with equal bounds unless `bounds` are given."""
     if clipping == "flat":
         return flat_groups(trained)
     wanted = {id(p) for p in trained}

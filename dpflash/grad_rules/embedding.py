@@ -26,7 +26,7 @@ _LOOK_UP = nn.Embedding.forward
 
 
 def inside(indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Replace indices outside of a table by 0; return (indices, whether each was outside).
+    """Return (indices with 0 for those outside of a table, whether each was outside).
 
     Does not wait for the device.
     """
@@ -94,7 +94,7 @@ class Tables(TorchFunctionMode):
     """In this context, indices outside of a table raise no error.
 
     Args:
-        forward: forward of a private model, see `nan_outside`. With None, row 0 is looked up.
+        forward: forward of a private model, see `nan_outside`. If None, row 0 is looked up.
     """
 
     def __init__(self, forward: PrivateForward | None = None) -> None:
@@ -114,7 +114,7 @@ class Tables(TorchFunctionMode):
 
 
 def padding_rows(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Return the `padding_idx` of each table that no other layer of a plain model uses."""
+    """Return the `padding_idx` of each table, except tables that other layers also use."""
     uses: dict[nn.Parameter, set[int | None]] = {}
     for module in model.modules():
         row = None
@@ -130,13 +130,13 @@ class FrozenTable(PrivateModule):
     """A table that is not trained and whose class has its own forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.is_private_call()  # Raises if a parameter was frozen at make_private but is not now.
+        self.is_private_call()  # raises if frozen parameters became trainable
         with Tables(self._dpflash.backward.forward):
             return super().forward(*args, **kwargs)
 
 
 class PrivateEmbedding(PrivateModule):
-    """Rows of a table at indices [B, ...], or at positions [1, T] or [T] that samples share."""
+    """Rows of a table at indices [B, ...], or at positions [1, T] or [T] for all samples."""
 
     takes_units = True
     padding_idx: int | None
@@ -173,7 +173,7 @@ class PrivateEmbedding(PrivateModule):
     def _one_dimensional(self, indices: Tensor) -> Tensor:
         """Return positions [T] as [1, T], and one index per sample, [B], unchanged.
 
-        If T = B, indices are positions if an earlier call had positions with T != B.
+        If T = B, indices count as positions if an earlier call had positions with T != B.
 
         Raises:
             PrivateRefusal: T = B, and no earlier call had positions.
@@ -182,7 +182,7 @@ class PrivateEmbedding(PrivateModule):
         length = indices.shape[0]
         known = context.backward.forward.known_batch_size()
         if known is not None and length != known:
-            # Length 1 does not show positions: the index may be that of a single sample.
+            # Indices [1] are not known to be positions: they may be the index of a single sample.
             if length > 1 and not torch.compiler.is_compiling():
                 context.note_positions()
             return indices.unsqueeze(0)

@@ -2,8 +2,8 @@
 
 The pairs (token, expert) are sorted by the token's sample and, within a sample, by expert. The
 pairs of one sample and one expert are a segment, and products are computed segment by segment. So
-the rounding of a sample's numbers depends only on its own tokens, and its gradient for an expert
-is dy^T x over one segment.
+the rounding of a sample's numbers depends only on the sample's own tokens, and the sample's
+gradient for an expert is dy^T x over one segment.
 
 Letters: B samples, T tokens of a sample, K experts of a token, N experts, S = B T K pairs,
 I inputs, O outputs.
@@ -50,7 +50,7 @@ class Routing:
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int, batch_size: int, units: Units | None) -> Routing:
-        """Return the routing of tokens in order, given their experts `chosen` `[tokens, K]`."""
+        """Return the routing of a batch's tokens to their experts `chosen`, `[tokens, K]`."""
         tokens, per_token = chosen.shape
         if units is None:
             sample = torch.arange(batch_size).repeat_interleave(tokens // max(1, batch_size))
@@ -74,7 +74,7 @@ class Routing:
 
 
 class _Sorted(torch.autograd.Function):
-    """x[order] for x `[S, ...]`, where order is a permutation."""
+    """x[order] for x `[S, ...]` and a permutation `order`, with a backward that needs no sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class ExpertsUse:
         grads = self._x.new_zeros(shape, dtype=dtype)
         segments = self._routing.segments
         if (last - first, highest - lowest) == (1, 1):
-            # A single tile is found without a search through the segments of all samples.
+            # Find a single tile without a search through the segments of all samples.
             pair = (first, lowest)
             segments = (self._at[pair],) if pair in self._at else ()
         for sample, expert, start, end in segments:
@@ -192,7 +192,7 @@ class _Projection(torch.autograd.Function):
 class PrivateExperts(PrivateModule):
     """Experts for hidden states `[B T, I]`, which a router chooses; see `is_experts`.
 
-    Frozen experts run segment by segment, too, so that no sample's rounding depends on others.
+    Frozen experts also run by segments, so that a sample's rounding depends on its own tokens.
     """
 
     takes_documents = True
@@ -258,7 +258,7 @@ class PrivateExperts(PrivateModule):
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether a module is transformers' experts, with a forward from its registry."""
+    """Return whether a module holds transformers' experts, with a forward from the registry."""
     forward = plain_forward(module)
     where = getattr(forward, "__globals__", {}).get("__name__")
     return where == "transformers.integrations.moe" and hasattr(module, "is_transposed")
@@ -286,7 +286,7 @@ def check_routing(name: str, module: nn.Module) -> None:
 
 
 def refuse_router_losses(name: str, config: object) -> None:
-    """Refuse a configuration, or arguments of a call, that add a loss of the router."""
+    """Refuse a configuration (or arguments of a call) that adds a loss of the router."""
     asked = "output_router_logits"
     given = config.get(asked) if isinstance(config, dict) else getattr(config, asked, None)
     if given is True:

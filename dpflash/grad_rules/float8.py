@@ -18,9 +18,9 @@ from dpflash.kernels import scaled_rows
 class Float8Weight:
     """Casts one weight to float8 twice: for y and for dx.
 
-    The casts are kept for the microbatches of one logical batch, during which weights do not
-    change. All other calls cast again, since fused optimizers, weight averages and merges of
-    adapters write to weights without advancing torch's version counter.
+    Weights do not change within a logical batch, so all its microbatches use the same casts. All
+    other calls cast again: torch's version counter cannot show that a weight is unchanged, since
+    fused optimizers, weight averages and merges of adapters do not advance it.
 
     Args:
         transposed: whether the weight is `[I, O]` instead of `[O, I]`.

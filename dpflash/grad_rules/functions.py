@@ -1,8 +1,9 @@
 """Replaces or refuses torch functions whose results would be wrong in a module under vmap.
 
 vmap stacks the tables of all samples and looks up in the stack, so `padding_idx` would be a row of
-the first sample's table. Under vmap all tensors have requires_grad=False: attention would choose a
-kernel without a gradient for its mask, and code that tests the flag would register no hooks.
+the first sample's table only. Under vmap all tensors have requires_grad=False. So attention would
+choose a kernel without a gradient for its mask, and hooks that depend on the flag would be left
+out.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class PerSampleFunctions(TorchFunctionMode):
         if _functorch.is_batchedtensor(indices):
             indices, outside = inside(indices, weight.shape[0])
             rows = F.embedding(indices, weight).masked_fill(outside.unsqueeze(-1), torch.nan)
-        else:  # Positions that all samples share: an error depends on their number alone.
+        else:  # All samples share the positions, so an error depends only on the public length.
             rows = F.embedding(indices, weight)
         if padding_idx is None:
             return rows

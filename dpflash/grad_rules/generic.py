@@ -1,7 +1,8 @@
 """Rule for all other leaf layers: each sample runs with its own copy of the parameters.
 
 Under vmap over samples, the handles [B, ...] replace the parameters, and autograd's gradients for
-the handles are per-sample gradients. This is as slow as vmap; common layers have faster rules.
+the handles are per-sample gradients. This rule is as slow as vmap. Common layers have faster
+rules.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .by_document import by_document
 from .functions import PerSampleFunctions
 from .output_shapes import OutputShapes, map_tensors
 
-# Allowed difference / a row's norm, since tensor cores round float32 operands to 10 bits.
+# Allowed difference relative to a row's norm: tensor cores round float32 operands to 10 bits.
 _ROUNDING = 0.01
 _MIXES = (
     "{} gives a sample alone another result than in a batch, so nothing was released: its forward "
@@ -102,7 +103,7 @@ class PrivateLeaf(PrivateModule):
             ) from None
         shared, per_sample = self._parameters_of(batch_size)
         if batch_size == 0:
-            # Gradients are empty, but the gate must join the exchange with other ranks.
+            # Gradients are empty, but the gate must take part in the exchange between ranks.
             nothing = sum(handle.sum() for handle in per_sample.values())
             with PerSampleFunctions(context.name):
                 outputs = functional_call(self._copy(), shared, args, {**kwargs, **positions})
@@ -116,7 +117,7 @@ class PrivateLeaf(PrivateModule):
             parameters: dict[str, Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
         ) -> Any:
             if not is_flattened:
-                # Modules expect a batch dimension, which has one sample under vmap.
+                # Modules expect a batch dimension; under vmap each call has a batch of one sample.
                 inputs, named = map_tensors(lambda a: a.unsqueeze(0), (inputs, named))
             named = {**named, **positions}
             outputs = functional_call(own_copy, {**shared, **parameters}, inputs, named)
@@ -181,7 +182,7 @@ class PrivateLeaf(PrivateModule):
         size: int,
         device: torch.device,
     ) -> None:
-        """Compare a first call with the module's own forward of the batch, without dropout.
+        """Compare the rows of a first call with a forward of the whole batch, without dropout.
 
         Two types of layers are not compared: layers of torch, since they do not mix samples, and
         layers that draw random numbers other than dropout's.
@@ -211,8 +212,8 @@ class PrivateLeaf(PrivateModule):
         self._dpflash.compared.add(mode)
 
     def _writes_parameters(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
-        """Return whether a forward writes its parameters; the samples' values are not used."""
-        # Runs with larger parameters, since a mask or norm limit may not change the current ones.
+        """Return whether a forward writes its parameters, by a run without the samples' values."""
+        # Run with larger values, since a mask or a norm limit may not change the current values.
         own = {
             n: x.detach() + 1e4 if x.is_floating_point() else x.detach()
             for n, x in self.own_parameters().items()
@@ -290,9 +291,9 @@ def _is_of_samples(x: Any) -> bool:
 
 
 def _is_mixed(outputs: Any, expected: Any) -> bool:
-    """Return whether most rows of an output differ from those of a forward of the whole batch.
+    """Return whether most rows of `outputs` differ from `expected`, those of the whole batch.
 
-    A few rows may differ without mixing, if rounding changes a choice such as argmax.
+    A few rows may differ although samples are not mixed: rounding may change an argmax.
     """
     for found, wanted in zip(tree_leaves(outputs), tree_leaves(expected), strict=False):
         if not (isinstance(found, Tensor) and isinstance(wanted, Tensor)):
@@ -303,7 +304,7 @@ def _is_mixed(outputs: Any, expected: Any) -> bool:
         both = (one == two) | one.isnan() & two.isnan()
         apart = (one - two).masked_fill(both, 0.0).norm(dim=1)
         allowed = max(tolerance({found.dtype}), _ROUNDING) * two.norm(dim=1)
-        # NaN counts as a difference; the variance of a single sample is NaN, for example.
+        # NaN counts as a difference: the variance over a batch of one sample is NaN, for example.
         if int((~(apart <= allowed)).sum()) * 2 > len(found):
             return True
     return False

@@ -78,7 +78,7 @@ class PrivateLinear(PrivateModule):
     takes_units = True
     _transposed = False
 
-    # Arguments have the names of the plain layers' arguments, since calls may use keywords.
+    # The arguments' names are those of the plain layer, since calls may use keywords.
     def forward(self, input: Tensor) -> Tensor:
         casts = self._casts(input)
         if not self.is_private_call():
@@ -129,7 +129,7 @@ class PrivateLinear(PrivateModule):
         return context.float8.casts(weight, step.releases if is_open else None)
 
     def _ungated(self, x: Tensor, casts: tuple[Tensor, ...]) -> Tensor:
-        """Compute the output without parameter gradients, in evaluation or if frozen."""
+        """Compute the output without per-sample gradients: in evaluation, or if frozen."""
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         x = x.to(autocast_dtype(x) or x.dtype)
         added = bias if bias is None else bias.detach().to(x.dtype)

@@ -29,7 +29,7 @@ from .linear import PrivateLinear
 
 # Elements of the logits held at once: 64 MiB in fp32.
 _CHUNK_ELEMENTS = 1 << 24
-# Tokens per tile of the weight gradient: with more tokens, a tile has too few rows to be fast.
+# Tokens per tile of the weight gradient. With more tokens, a tile would have too few classes.
 _TILE_TOKENS = 2048
 
 
@@ -67,7 +67,7 @@ class Head:
         return self.scale, self.x, self.targets, self.lse
 
     def in_one_row(self) -> Head:
-        """Return the head with the same tokens in a single row, `[1, B T]`."""
+        """Return the same head with all tokens in a single row, `[1, B T]`."""
         tensors = (self.x, self.targets, self.lse, self.scale)
         x, targets, lse, scale = (t.flatten(0, 1).unsqueeze(0) for t in tensors)
         return replace(self, x=x, targets=targets, lse=lse, scale=scale)
@@ -87,7 +87,7 @@ class Head:
     def gradients(
         self, *, x: bool, weight: bool, bias: bool, per_sample: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the requested gradients, else None; those of W and b [B, ...] if `per_sample`."""
+        """Return dx, dW and db, None if not requested; dW and db are [B, ...] if `per_sample`."""
         batch, classes = self.x.shape[0], self.weight.shape[0]
         leading = (batch,) if per_sample else ()
         dx = torch.empty_like(self.x) if x else None
@@ -197,12 +197,12 @@ class UnitsHead:
 
 
 def _sums(x: Tensor, units: Units | None) -> Tensor:
-    """Sum over the tokens of each loss: over rows of x `[B, T]`, or over documents in `[1, n]`."""
+    """Sum over the tokens of each loss: rows of x `[B, T]`, or documents of x `[1, n]`."""
     return x.sum(1) if units is None or units.are_rows else units.summed(x[0])
 
 
 def _of_tokens(values: Tensor, units: Units | None, tokens: int) -> Tensor:
-    """Return, for each token, the value of its loss: `[B, 1]`, or `[1, n]` for documents."""
+    """Return the value of each token's loss, to broadcast to the tokens: `[B, 1]` or `[1, n]`."""
     if units is None or units.are_rows:
         return values.unsqueeze(1)
     return units.of_entries(values, tokens).unsqueeze(0)
@@ -241,7 +241,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Losses [B] of x [B, T, E]; the backward returns gradients of W and b, or of handles."""
+    """Losses [B] of x [B, T, E]. The backward returns gradients of W and b or their handles."""
 
     @staticmethod
     def forward(
@@ -286,7 +286,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = dlosses / _sums(valid, units).clamp(min=1) if ctx.mean else dlosses
         scale = torch.where(valid, _of_tokens(scale, units, x.shape[1]), 0)
         need_x, need_weight, need_bias, weight_handle, bias_handle = ctx.needs_input_grad[:5]
-        # A parameter with a handle is detached: W and b both get plain, or both per-sample grads.
+        # A parameter with a handle is detached. W and b both get per-sample grads, or none.
         per_sample = weight_handle or bias_handle
         arguments = (x.detach(), weight.to(x.dtype), _like(bias, x), targets, lse, scale)
         needs = (need_x, need_weight or weight_handle, need_bias or bias_handle, per_sample)
@@ -360,7 +360,7 @@ class PrivateLinearCrossEntropy(PrivateLinear):
 def _statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (lse, lse - the target's logit), each [B, T]."""
+    """Return (log-sum-exp of logits, that minus the target's logit), each [B, T]."""
     lse, nll = _fake_statistics(x, weight, bias, targets, chunk_tokens)
     with _no_autocast(x):
         for samples, tokens in _chunks(x, chunk_tokens):
@@ -394,7 +394,7 @@ def _like(tensor: Tensor | None, other: Tensor) -> Tensor | None:
     return None if tensor is None else tensor.to(other.dtype)
 
 
-# Operators hide the loops from the compiler, which would save tensors instead of recomputing.
+# As operators, the loops are hidden from torch.compile, which would save what they recompute.
 _LIBRARY = torch.library.Library("dpflash", "FRAGMENT")
 _LIBRARY.define(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor targets, "

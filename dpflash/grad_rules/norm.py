@@ -109,7 +109,7 @@ class FrozenBatchNorm(PrivateModule):
                 f"module '{self._dpflash.name}' is a batch norm in training mode, in which it "
                 "mixes the samples of a batch; call its .eval() after model.train()"
             )
-        self.is_private_call()  # Raises if a parameter was frozen at make_private but is not now.
+        self.is_private_call()  # raises if frozen parameters became trainable
         return super().forward(input)
 
 
@@ -126,7 +126,7 @@ class PrivateRMSNorm(PrivateModule):
         given, x = x, _checked(self, x)
         handles = self.private_handles(self._dpflash.samples_of(x))
         weight = self._parameters["weight"]
-        # torch's default eps belongs to the dtype in which torch computes, not to x's dtype.
+        # torch's default eps is that of the dtype in which torch computes, not that of x.
         wide = torch.promote_types(x.dtype, torch.float32)
         y = _RMSNorm.apply(
             x,

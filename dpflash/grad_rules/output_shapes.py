@@ -34,10 +34,10 @@ class OutputShapes:
         return outputs if self._is_flattened else map_tensors(lambda t: t.squeeze(0), outputs)
 
     def of_batch(self, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return all samples' outputs; `[B n, ...]` for outputs with one row per token."""
+        """Return the outputs of all samples, `[B, ...]`, or `[B n, ...]` if tokens are rows."""
         by_tokens = [self._is_flattened] * len(self._rows)
         if not self._is_flattened and any(rows != 1 for rows in self._rows):
-            # Outputs without a batch, such as a table of positions, have the same size for any B.
+            # Outputs whose size with two samples is that with one (positions) have no batch.
             twice = map_tensors(lambda t: torch.cat([t[:1], t[:1]]), (args, kwargs))
             with torch.no_grad():
                 of_two = [len(t) if t.ndim else 1 for t in _tensors(self._plain(*twice))]

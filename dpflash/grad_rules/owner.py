@@ -70,29 +70,30 @@ class PrivateOwner(PrivateModule):
                 "torch.compile cannot trace; leave out torch.compile"
             )
         leaves, structure = tree_flatten((args, kwargs))
-        # Training does not read empty caches, so the call runs without them. A later call with the
-        # same cache may read what this call should have stored, so it is not left out again.
+        # The call runs without empty caches, which training does not read. A cache that comes a
+        # second time is passed, and refused: it may lack values that the first call should have
+        # stored.
         empty = {i for i, x in enumerate(leaves) if _is_empty_cache(x)}
         given, caches = leaves, {i for i in empty if self._dpflash.note_left_out(leaves[i])}
         leaves = [None if i in caches else x for i, x in enumerate(leaves)]
         batch_size = self._batch_size(leaves)
         in_dims = [self._in_dim(x, batch_size, structure, i) for i, x in enumerate(leaves)]
         device = next(x.device for x in leaves if isinstance(x, Tensor))
-        # Under vmap autocast misses operations, so autocast is on only in the layers below.
+        # Autocast misses operations under vmap, so it is enabled only in the layers below.
         dtype = _autocast_dtype(device)
         leaves = [_widened(x, dtype) for x in leaves]
         handles = self.private_handles(batch_size)
         own = [n for n in self._dpflash.slots if handles[n] is not None]
         owned = {n: handle for n in own if (handle := handles.values(n)) is not None}
         if batch_size == 0:
-            # Gradients are empty, but the gate must join the exchange with other ranks.
+            # Gradients are empty, but the gate must take part in the exchange between ranks.
             nothing = sum(handle.sum() for handle in owned.values())
             outputs = super().forward(*args, **kwargs)
             return tree_map_only(
                 Tensor, lambda t: t + nothing if t.is_floating_point() else t, outputs
             )
         own_copy: Any = None
-        # Two items: the flattened outputs (`_TENSOR` for each tensor), and their structure.
+        # The flattened outputs (with `_TENSOR` for each tensor), and the tree structure.
         found: list[Any] = []
 
         def one(parameters: dict[str, Tensor], *inputs: Any) -> Any:
@@ -100,7 +101,7 @@ class PrivateOwner(PrivateModule):
             outside = _Outside(described(self), batch_size, level, device, dtype)
             own_copy.__dict__["_modules"] = {n: outside.of(m) for n, m in self._modules.items()}
             own_copy.__dict__["_parameters"] = {**self._parameters, **parameters}
-            # Modules expect a batch dimension, which has one sample under vmap.
+            # Modules expect a batch dimension: under vmap, give them a batch of one sample.
             rows = [
                 x if dim is None else x.unsqueeze(0)
                 for x, dim in zip(inputs, in_dims, strict=True)
@@ -119,12 +120,12 @@ class PrivateOwner(PrivateModule):
             run = vmap(one, in_dims=(0, *in_dims), randomness="different")
             with _OwnerFunctions(self), self._named(), _autocast(device, None):
                 tensors = iter(run(owned, *inputs))
-            # A sample's output is [1, ...], or has a row for each of the sample's windows.
+            # A sample's output is [1, ...], or [n, ...] with one row for each of n windows.
             results = [next(tensors).flatten(0, 1) if x is _TENSOR else x for x in found[0]]
             return tree_unflatten(results, found[1])
 
         def of_batch(inputs: list[Any]) -> Any:
-            # With copies of the caches that are left out when samples run one by one.
+            # Pass copies of the caches, which are left out when samples run one by one.
             own = [copy.deepcopy(given[i]) if i in caches else x for i, x in enumerate(inputs)]
             return self._batch_forward(*tree_unflatten(own, structure))
 
@@ -135,9 +136,9 @@ class PrivateOwner(PrivateModule):
         if expected is not None and not _is_equal(outputs, expected):
             self._refuse_mixing()
         if is_to_compare:
-            # Added after the comparison: a loop that catches the error gets the error again.
+            # Add the call only now, so that a loop that catches the error gets the error again.
             self._dpflash.compared.add(call)
-        # Keep plain values, such as counters, which cannot depend on the data under vmap.
+        # Keep plain values, such as counters: under vmap they cannot depend on the data.
         plain = {k: v for k, v in own_copy.__dict__.items() if isinstance(v, PLAIN)}
         self.__dict__.update((k, v) for k, v in plain.items() if k not in OF_TORCH)
         return outputs
@@ -192,13 +193,13 @@ class PrivateOwner(PrivateModule):
         return outputs
 
     def _is_to_compare(self, call: tuple[str, tuple[int | None, ...]]) -> bool:
-        """Return whether to compare with a forward of the batch: if the proof records the forward,
-        if the call has new arguments, or if other arguments than before belong to the batch.
+        """Return whether to compare with a forward of the batch: for a recorded forward, for new
+        arguments, or if other arguments than before belong to the batch.
         """
         backward = self._dpflash.backward
         if backward.forward.rows is not None:
             return backward.forward.rows.compares
-        # Sharded layers need all ranks, and other ranks may not make such a call: not compared.
+        # Not for sharded layers: other ranks may not make the forward, which needs all ranks.
         shards = any(is_sharded(p) for p in self.parameters())
         is_new = call not in self._dpflash.compared
         return is_new and backward.proof.is_on and not shards and not is_recomputing()
@@ -210,10 +211,10 @@ class PrivateOwner(PrivateModule):
         inputs: list[Any],
         device: torch.device,
     ) -> Any:
-        """Return the outputs of the module's own forward for the batch; None if it was random.
+        """Return the outputs of the module's own forward for the batch; None if they are random.
 
         Raises:
-            PrivateRefusal: it was random, and differs from single samples without dropout too.
+            PrivateRefusal: outputs are random, and differ from single samples without dropout too.
             RuntimeError: the forward sets an attribute.
         """
         random_state, attributes = RandomState(device), OwnAttributes(self.named_modules())
@@ -231,7 +232,7 @@ class PrivateOwner(PrivateModule):
                 expected = run(of_batch)
                 if RandomState(device).equals(random_state):
                     return expected
-                # Masks depend on the order of elements in memory, so compare without dropout.
+                # Dropout masks depend on the order of elements in memory, so compare without them.
                 with WithoutDropout():
                     if not _is_equal(run(one_by_one), run(of_batch)):
                         self._refuse_mixing()
@@ -265,13 +266,13 @@ class PrivateOwner(PrivateModule):
         if not isinstance(leaf, Tensor):
             return None
         is_positions = leaf.ndim == 1 and not leaf.requires_grad
-        # Recorded for each argument, so that labels [B] and positions [T] can be arguments of one
-        # call. If T = B, an argument is positions only if it had T != B and T > 1 before.
+        # Record whether each argument is a batch [B] or positions [T]; one call may have both. If
+        # T = B, the argument counts as positions only if it had T != B and T > 1 before.
         places = self._dpflash.places
         place = (str(structure), index) if is_positions else None
         if leaf.ndim and len(leaf) == batch_size and places.get(place) != "positions":
-            # Masks are not recorded: transformers passes none for a batch without padding. Their
-            # effect is compared in the inputs of later layers, in losses and in gradients.
+            # Masks are not recorded: transformers passes none for a batch without padding. A
+            # mask's effect is compared in the inputs of later layers, in losses and in gradients.
             if not _is_mask(leaf):
                 self._dpflash.check_batch(leaf)
             if place is not None and batch_size > 1:
@@ -332,7 +333,7 @@ def _widened(x: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _is_close(found: Tensor, expected: Tensor, dtypes: set[torch.dtype]) -> bool:
-    """Return whether tensors differ only by rounding; `expected` may be `[1, ...]` (shared)."""
+    """Return whether tensors differ only by rounding; a shared `expected` may be `[1, ...]`."""
     if found.shape[1:] != expected.shape[1:] or len(expected) not in (1, len(found)):
         return False
     if not found.is_floating_point():
@@ -343,11 +344,11 @@ def _is_close(found: Tensor, expected: Tensor, dtypes: set[torch.dtype]) -> bool
 
 
 def _is_equal(outputs: Any, expected: Any) -> bool:
-    """Return whether tensors differ only by rounding; ignores tensors beyond the shorter list.
+    """Return whether paired tensors of both outputs differ only by rounding; ignore unpaired ones.
 
-    Hooks of an outer call, such as hooks that collect hidden states, add outputs in each forward.
+    There may be unpaired tensors if hooks of an outer call collect outputs in each forward.
     """
-    # Detached, since checkpointing counts the tensors that a forward saves.
+    # Detach: checkpointing counts saved tensors, and the comparison must save none.
     found = [x.detach() for x in tree_flatten(outputs)[0] if isinstance(x, Tensor)]
     wanted = [x for x in tree_flatten(expected)[0] if isinstance(x, Tensor)]
     return bool(found) == bool(wanted) and all(
@@ -359,9 +360,9 @@ def _is_equal(outputs: Any, expected: Any) -> bool:
 class PrivateSampleBySample(PrivateOwner):
     """A module without parameters of its own whose layers do not get the batch first.
 
-    T5's first attention looks up positions `[T, T]` that all samples share; in Swin's layers the
-    first dimension is windows of samples. This class runs the module for each sample. A bias that
-    is looked up by positions then needs B times the memory.
+    For example, T5's first attention looks up positions `[T, T]` that all samples share, and in
+    Swin's layers the first dimension is windows of samples. This class runs the module for each
+    sample, so a bias that is looked up by positions needs B times the memory.
     """
 
     def is_private_call(self) -> bool:
@@ -394,7 +395,7 @@ def _refuse_recurrent(owner: str, layer: nn.RNNBase) -> NoReturn:
 
 
 class _OwnerFunctions(PerSampleFunctions):
-    """`PerSampleFunctions` that refuses an owner that packs sequences for a recurrent layer.
+    """`PerSampleFunctions` that also refuses to pack sequences for a recurrent layer.
 
     vmap would stack packed sequences, whose lengths differ.
     """
@@ -437,11 +438,11 @@ class _Outside:
         self.dtype = dtype
 
     def of(self, module: nn.Module | None) -> nn.Module | None:
-        """Return a copy of a layer whose calls run the layer itself on the whole batch."""
+        """Return a stand-in for a layer. Its calls run the layer itself on the whole batch."""
         if module is None:
             return None
         made = object.__new__(_type_outside(plain_class(module)))
-        # Set without __setattr__: that of recurrent layers reads other attributes.
+        # Recurrent layers' __setattr__ reads other attributes, so set the dictionary without it.
         object.__setattr__(made, "__dict__", copy_to_store_in(module).__dict__)
         made.__dict__["_module"] = module
         made.__dict__["_outside"] = self
@@ -460,12 +461,12 @@ class _Outside:
                 "requires_grad_(False)"
             )
         if len(x) == self.batch_size != 1 and not _functorch.is_batchedtensor(x):
-            # A hook stored this output [B, ...] of a layer below: return one row per sample.
+            # A hook stored the whole output [B, ...] of a layer below; return each sample's row.
             return self._mapped(x.unsqueeze(1))
         return x
 
     def parameter(self, module: nn.Module, name: str) -> Any:
-        """Return a layer's parameter for the owner's forward: its handle, as a vmap batch."""
+        """Return the handle of a layer's parameter, as a vmap batch, for the owner's forward."""
         parameter = module._parameters[name]
         if parameter is None or not (parameter.requires_grad and torch.is_grad_enabled()):
             return parameter
@@ -486,14 +487,14 @@ class _Outside:
         )
 
     def call(self, module: nn.Module, outside: Any, args: Any, kwargs: Any) -> Any:
-        """Run a layer on the whole batch, and return its outputs as a vmap batch of samples."""
+        """Run a layer on the whole batch, and return the outputs as a vmap batch of samples."""
         if _functorch.maybe_current_level() is None:
             raise RuntimeError(
                 f"{self.owner} has layers below it that activation checkpointing recomputes. Pass "
                 "the whole module to checkpoint, or leave checkpointing out"
             )
         if isinstance(module, ParametrizationList):
-            # The call computes a weight, to which the layer's rule does not apply.
+            # The layer computes a weight in this call, which the layer's rule does not cover.
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad:
                     self._refuse_reading(name)
@@ -502,8 +503,8 @@ class _Outside:
             _refuse_recurrent(self.owner, module)
         leaves, structure = tree_flatten((args, kwargs))
         mapped = [x for x in leaves if isinstance(x, Tensor) and _functorch.is_batchedtensor(x)]
-        # Bare inputs have no batch dimension: a sample's tokens or windows come first. Layers that
-        # treat all tokens alike run on all samples at once; other layers run per sample, by vmap.
+        # A sample's bare input has no batch dimension of 1: its tokens or windows come first.
+        # Layers that treat all tokens alike take all samples at once, other layers each sample.
         is_second = bool(mapped) and isinstance(module, BatchSecond)
         is_bare = is_second or any(not x.ndim or x.shape[0] != 1 for x in mapped)
         if is_bare and plain_class(module).forward not in _POINTWISE:
@@ -531,7 +532,7 @@ class _Outside:
         return tree_map_only(Tensor, lambda x: self._rows(module, x, is_mapped), outputs)
 
     def _expanded(self, module: nn.Module, leaves: list[Any]) -> tuple[list[Any], bool]:
-        """Expand shared inputs to all samples; return (inputs, whether they are bare)."""
+        """Expand shared inputs to all samples; return (inputs, whether inputs are bare)."""
         tensors = [x for x in leaves if isinstance(x, Tensor) and x.ndim]
         is_bare = any(len(x) != 1 for x in tensors)
         if is_bare and not (
@@ -560,7 +561,7 @@ class _Outside:
 
     def _rows(self, module: nn.Module, x: Tensor, is_mapped: bool) -> Tensor:
         if not is_mapped and not x.requires_grad:
-            # Not a batch, even if the first dimension is B: positions [T] or masks with T = B.
+            # Samples share x, even if its first dimension is B, as in positions [T] with T = B.
             return x
         if x.ndim and x.shape[0] == self.batch_size:
             return self._mapped(x.unsqueeze(1))
@@ -623,7 +624,7 @@ class _LayerOutside(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if "_outside" not in self.__dict__:
-            # The layer is a new container, such as layers[:2], which `_Outside.of` did not make.
+            # The forward has created this container (such as layers[:2]); run it as it is.
             return super().__call__(*args, **kwargs)
         return self._outside.call(self._module, self, args, kwargs)
 

@@ -102,8 +102,8 @@ def _run(
 ) -> tuple[Tensor, ...]:
     """Run the forward of one layer in one direction by torch's operator.
 
-    Padding runs through the layer, too: in torch's operator for packed sequences, a sample's bits
-    would depend on the number of other samples that reach the same step.
+    Padding runs through the layer, too. With torch's operator for packed sequences, a sample's
+    bits would depend on how many other samples have as many steps.
     """
     forward, has_bias = CELLS[mode][0], weights.bias_ih is not None
     states = [h.unsqueeze(0).contiguous() for h in (h0, c0) if h is not None]
@@ -203,8 +203,8 @@ class PrivateRecurrent(PrivateModule):
     that of the plain module, most of all with grad_sample_mode="ghost".
 
     A PackedSequence is padded to the longest sequence that the module has received. It must be
-    packed with ``enforce_sorted=False``. Unpack with `total_length`, since layers whose shapes
-    depend on the longest sample of the batch are refused in the first batch.
+    packed with ``enforce_sorted=False``. Unpack with `total_length`: otherwise later layers'
+    shapes depend on the batch's longest sample, and the first batch is refused.
 
     Guarantees:
         Row i of all outputs depends only on row i of the inputs and states. For packed sequences
@@ -223,7 +223,7 @@ class PrivateRecurrent(PrivateModule):
     batch_first: bool
     bidirectional: bool
 
-    # Arguments have the names of the plain layers' arguments, since calls may use keywords.
+    # The arguments' names are those of the plain layer, since calls may use keywords.
     def forward(self, input: Any, hx: Any = None) -> Any:
         if not self.is_private_call():
             return super().forward(input, hx)
@@ -252,7 +252,8 @@ class PrivateRecurrent(PrivateModule):
         context = self._dpflash
         if isinstance(given, PackedSequence):
             if given.sorted_indices is None:
-                # The test of the first batch misses this if the batch happens to be sorted.
+                # Raise, since the isolation test detects nothing in a batch that happens to be
+                # sorted.
                 raise ValueError(
                     f"input of module '{context.name}' ({self.mode}) is packed with "
                     "enforce_sorted=True, so the model orders samples by their lengths, and "

@@ -150,7 +150,7 @@ def _plain(s: Steps, slopes: Tensor) -> StepGrads:
     return StepGrads(grads, grads, dh_later)
 
 
-# For each `mode` of torch's module: torch's forward for whole sequences, and the backward.
+# `mode` of torch's module -> (torch's forward of whole sequences, the backward).
 CELLS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[[Steps], StepGrads]]] = {
     "LSTM": (torch.lstm, lstm),
     "GRU": (torch.gru, gru),

@@ -14,13 +14,13 @@ from .recurrent import recurrence, refuse_compiler
 class PrivateRecurrentCell(PrivateModule):
     """One step of an LSTM, GRU or plain RNN for x [B, I] and states [B, H].
 
-    Each call counts as a separate operation on the parameters. If a loop does not need single
-    steps, the layer for whole sequences is faster.
+    Each call counts as a separate operation on the parameters, so the layer for whole sequences
+    (such as nn.LSTM) is faster if a model does not need single steps.
     """
 
     hidden_size: int
 
-    # Arguments have the names of the plain layers' arguments, since calls may use keywords.
+    # The arguments' names are those of the plain layer, since calls may use keywords.
     def forward(self, input: Tensor, hx: Any = None) -> Any:
         if not self.is_private_call():
             return super().forward(input, hx)
@@ -54,5 +54,5 @@ class PrivateRecurrentCell(PrivateModule):
         module: Any = self
         if hasattr(module, "nonlinearity"):
             return f"RNN_{module.nonlinearity.upper()}"
-        # The number of gates is the width of all gates divided by the cell's width.
+        # The cell's type follows from the number of gates: their width / the cell's width.
         return {4: "LSTM", 3: "GRU"}[module.weight_hh.shape[0] // self.hidden_size]

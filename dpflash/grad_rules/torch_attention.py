@@ -25,8 +25,8 @@ from .batch_second import samples_first
 class _Projections(torch.autograd.Function):
     """y_s = x_s W_s^T + b_s for sources x_s [B, T_s, I], where each W_s is some rows of one W.
 
-    W has one linear operation, on the tokens of all sources together. A token's output gradient is
-    zero in the rows of W of the other sources.
+    W has one linear operation on the tokens of all sources together. The output gradient of a
+    token of source s is zero in the rows of W that belong to other sources.
     """
 
     @staticmethod
@@ -130,7 +130,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
         return out if self.batch_first else out.transpose(0, 1), weights
 
     def _batch_first(self, *inputs: Tensor) -> list[Tensor]:
-        """Return the inputs with the batch first; an input given twice stays one tensor."""
+        """Return the inputs with the batch first; equal inputs stay one tensor."""
         context, found = self._dpflash, {}
         for x in inputs:
             if x.is_nested or x.ndim != 3:
@@ -180,7 +180,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
     def _project(
         self, handles: Handles, name: str, sources: list[Tensor], rows: list[int], start: int = 0
     ) -> tuple[Tensor, ...]:
-        """Project each source by its rows of one weight (`rows`) and biases from `start` on."""
+        """Project each source by its `rows` of weight `name`, and biases from `start` on."""
         weight, bias = self._parameters[name], self._parameters["in_proj_bias"]
         assert weight is not None
         outputs, inputs = weight.shape
@@ -216,7 +216,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
     def _mask(
         self, q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: Tensor | None
     ) -> Tensor | None:
-        """Merge both masks into one, to broadcast to [B, H, T, S] and add to the scores."""
+        """Merge both masks into one that can be broadcast to [B, H, T, S] and added to scores."""
         batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
         learned = int(self._parameters.get("bias_k") is not None)
         shapes = (queries, keys - learned), (batch * self.num_heads, queries, keys - learned)
@@ -273,7 +273,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
 class PrivateTransformerEncoder(PrivateModule):
     """`torch.nn.TransformerEncoder` that creates nested tensors only without gradients.
 
-    Plain torch checks the first layer alone: if it is frozen, later layers get nested tensors.
+    Plain torch looks at the first layer only: if it is frozen, later layers get nested tensors.
     """
 
     @property

@@ -36,13 +36,13 @@ PREFIX = "dpflash_"
 _NormSampler = Callable[[Any, list[Tensor], Tensor], dict[Tensor, Tensor]]
 _Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
 
-# The entries of Opacus' registries that ours replaced; None if there was no entry.
+# The entries of Opacus' registries before `register`; None if there was no entry.
 _norm_samplers_before: dict[type[nn.Module], _NormSampler | None] = {}
 _accountants_before: dict[str, type | None] = {}
 _accountants_of_ours: dict[str, type] = {}
 
 _GRAM_CHUNK_ELEMENTS = 1 << 22
-# Squared norms below this fraction of their bound lost digits to cancellation: use tiles then.
+# A squared norm below this fraction of its bound lost digits to cancellation: recompute by tiles.
 _CANCELLATION = 1 / 1024
 
 
@@ -113,8 +113,9 @@ def use_secure_noise(optimizer: _Optimizer) -> _Optimizer:
 
     Use this function in place of `secure_mode=True`, which needs torchcsprng. Call it on the
     optimizer that `make_private` returned, and again after another `make_private`. The optimizer's
-    class is replaced by a subclass. The noise's standard deviations (also with per-layer and
-    adaptive clipping or noise schedulers), step hooks and therefore accounting do not change.
+    class is replaced by a subclass. Standard deviations of the noise do not change, also with
+    per-layer and adaptive clipping or noise schedulers. Nor do step hooks, and therefore
+    accounting.
 
     Args:
         optimizer: the optimizer that `opacus.PrivacyEngine.make_private` returned: `DPOptimizer`,
@@ -127,18 +128,17 @@ def use_secure_noise(optimizer: _Optimizer) -> _Optimizer:
         ImportError: Opacus is missing, or older than 1.6.
         ValueError: the optimizer is not Opacus', is for several processes, is in secure_mode, or
             has a noise_generator.
-        RuntimeError: by a later step, which then releases nothing, if some noise would come from
-            another source, as for the quantile of `PrivacyEngineAdaptiveClipping`.
+        RuntimeError: in a later step, if some noise would come from another source, as for the
+            quantile of `PrivacyEngineAdaptiveClipping`. The step then releases nothing.
 
     Guarantees:
         Each release takes a new 32-byte key from the operating system, and numbers its noise
-        tensors under this key. So no two parameters and no two steps share noise, also after a
-        resume, a copy or a fork: there is no state that could be stored or repeated.
-        The noise of a 16-bit parameter is rounded to 16 bits, as in Opacus.
-        Noise is a correctly rounded Gaussian on a public grid. Opacus' sum is rounded to the grid
-        before the noise is added, and the result is rounded once.
-        No guarantee covers the sampling of batches, which uses torch's generator, or the rounding
-        of Opacus' own norms and sums.
+        tensors under this key. So no two parameters and no two steps share noise. This also holds
+        after a resume, a copy or a fork, since there is no state that could be stored or repeated.
+        The noise of a 16-bit parameter is rounded to 16 bits, as in Opacus. Noise is a correctly
+        rounded Gaussian on a public grid. Opacus' sum is rounded to the grid before the noise is
+        added, and the result is rounded once. No guarantee covers the sampling of batches, which
+        uses torch's generator, or the rounding of Opacus' own norms and sums.
     """
     _check_version()
     from opacus.optimizers import DPOptimizer
@@ -151,7 +151,7 @@ def use_secure_noise(optimizer: _Optimizer) -> _Optimizer:
     secure: Any = optimizer
     if isinstance(secure, _SecureNoise):
         return optimizer
-    # Only the optimizers of Opacus for several processes have this attribute.
+    # Only Opacus' optimizers for several processes have this attribute.
     if hasattr(optimizer, "world_size"):
         raise ValueError(
             f"optimizer is a {type(optimizer).__name__}: secure noise is for one process; train "
@@ -226,7 +226,7 @@ def _linear_norms(
     norms: dict[Tensor, Tensor] = {}
     if layer.weight.requires_grad:
         x = _tokens(activations[0].to(backprops.dtype))  # [B, T, I]
-        # Inside autocast a backward would round the products to 16 bits.
+        # Under the user's autocast, products in the backward would be rounded to 16 bits.
         with torch.autocast(dy.device.type, enabled=False):
             norms[layer.weight] = _norms(_squared_grad_norm(x, dy), dy)
     if layer.bias is not None and layer.bias.requires_grad:
@@ -370,7 +370,7 @@ class _NoiseSource(TorchFunctionMode):
 
 
 class _SecureNoise:
-    """Mixin that draws the noise of an Opacus optimizer; the base before the optimizer's class."""
+    """Mixin that draws the noise of an Opacus optimizer; it precedes the optimizer's class."""
 
     def add_noise(self: Any) -> None:
         if hasattr(self, "_adjusted_noise_multiplier"):

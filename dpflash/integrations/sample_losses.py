@@ -1,9 +1,9 @@
 """Per-sample losses of transformers' models, from their logits and labels.
 
-The models' own loss is a mean over the tokens of the whole batch, which couples its samples. Here
-each sample's loss is the mean over its own valid labels. For a batch of one sample the two losses
-are equal, which `other_loss` checks. `changed_in_company` checks that a sample's loss is the same
-in a batch of one sample and in a batch of several.
+The models' own loss is a mean over the tokens of the whole batch, which couples the samples. Here
+the loss of a sample is the mean over the sample's own valid labels. For a batch of one sample the
+two losses are equal, which `other_loss` checks. `changed_in_company` checks that a sample's loss
+is the same in a batch of one sample and in a batch of several.
 
 Letters: B samples, T tokens, V classes.
 """
@@ -23,12 +23,12 @@ from ..packing import PackedBatch
 from ..verification.nested import tensors_of
 
 _COUPLED = (
-    "the loss of a made-up entry is {own:.6g} alone and {other:.6g} in a batch with others, so it "
-    "depends on the other entries or on how far it is padded: padding on the left may shift "
-    "absolute positions or make the first token a target, the attention_mask may be missing, or "
-    "compute_loss_func may divide by a number of the batch. Pad on the right or to one length "
-    "(padding='max_length', or dpflash.sampling.PadTo), pass the attention_mask, and compute each "
-    "loss from its own sample"
+    "the loss of a made-up entry is {own:.6g} alone and {other:.6g} in a batch with others, so "
+    "it depends on the other entries, or on how far it is padded: padding on the left may shift "
+    "absolute positions or make the first token a target. Or the attention_mask is missing, or "
+    "compute_loss_func divides by a number of the batch. Pad on the right or to one length "
+    "(padding='max_length', or dpflash.sampling.PadTo), pass the attention_mask, and compute "
+    "each loss from its own sample"
 )
 _PACKED_COUPLED = (
     "the loss of a made-up document is {own:.6g} alone and {other:.6g} when packed with others, "
@@ -112,7 +112,7 @@ def _with_virtual_tokens(labels: Tensor, logits: Tensor, model: nn.Module) -> Te
     config: Any = getattr(model, "active_peft_config", None)
     if not getattr(config, "is_prompt_learning", False) or labels.ndim != 2 or logits.ndim != 3:
         return labels
-    # Prefix tuning has no logits for virtual tokens, so nothing is prepended.
+    # With prefix tuning, virtual tokens have no logits, so this prepends nothing.
     return nn.functional.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=-100)
 
 
@@ -167,9 +167,9 @@ def changed_in_company(
 ) -> str | None:
     """Return an error message if a sample's loss changes in a batch with others, else None.
 
-    `alone` are batches of one sample each; `together` begins with these samples in this order.
-    `again` is `together` once more: if the losses of the two differ, losses are random, and None
-    is returned. `rounding` is the relative and absolute tolerance.
+    `alone` are batches of one sample each, and the batch `together` begins with these samples in
+    this order. `again` is a second run of `together`: if it gives other losses, losses are random,
+    and None is returned. `rounding` is the relative and absolute tolerance.
     """
     in_company = losses_of_batch(together).float()
     repeated = losses_of_batch(again).float()
@@ -215,7 +215,7 @@ def rounding_of(model: nn.Module) -> float:
 
 @contextmanager
 def tried(model: nn.Module) -> Iterator[None]:
-    """Context in which the model is in eval mode, without autograd, and accepts any token id.
+    """Context in which the model runs in eval mode, without autograd, and takes any token id.
 
     On exit the modules' attributes, submodules and training flags are restored, because BigBird,
     for example, replaces its attention layers permanently at the first short batch.

@@ -54,8 +54,8 @@ from .training_data import share_entries
 _log = logging.getLogger(__name__)
 
 LEDGER = "ledger.jsonl"
-# The folder of the engine's checkpoints, which contain the noise key if the engine has a seed. It
-# is outside of checkpoint-N, which trackers may upload; the Hub skips names that begin with "_".
+# The folder of the engine's checkpoints, which contain the noise key if the engine has a seed. The
+# folder is not inside of checkpoint-N, which trackers may upload. The Hub skips its "_" name.
 SECRET = "_secret"
 # Settings of trackers that upload all of output_dir.
 _UPLOADS = {
@@ -177,7 +177,7 @@ class DPTrainer(Trainer):
         training loop with the same engine, arguments and losses.
     """
 
-    # Set by subclasses: whether `model` may be a path, and further arguments that are refused.
+    # Subclasses set whether `model` may be a path, and which other arguments are refused.
     _loads_models = False
     _refused: _Refused = {}
 
@@ -201,7 +201,7 @@ class DPTrainer(Trainer):
         options["callbacks"] = [_Checkpoints(self), *(options.get("callbacks") or [])]
         super().__init__(model=model, args=copy.copy(args), **options)
         self._check_arguments(self.args)  # may be defaults, or changed by Trainer
-        # Trainer must not clip or skip batches: the engine clips, and resumes the loader.
+        # Trainer must not clip or skip batches, since the engine clips and resumes the loader.
         vars(self.args).update(max_grad_norm=0.0, ignore_data_skip=True)
         if self.accelerator.gradient_accumulation_steps != 1:
             raise ValueError(
@@ -320,7 +320,7 @@ class DPTrainer(Trainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _make_private(self) -> PrivateDataLoader:
-        # A sampler of the user's own would have no effect; the libraries' samplers are allowed.
+        # A sampler of the user's class would have no effect; those of libraries are replaced.
         if type(self)._get_train_sampler.__module__.partition(".")[0] not in _LIBRARIES:
             raise ValueError(f"{type(self).__name__}._get_train_sampler: {_OWN_BATCHES}")
         loader = self._plain_loader()
@@ -331,7 +331,7 @@ class DPTrainer(Trainer):
         privacy = self._privacy
         if privacy.verify_first_batch:
             example = self._tried_example(loader)
-            # torch.compile would compile once more for the example's shape.
+            # Not with torch.compile, which would compile once more for the example's shape.
             if privacy.example is None and self._performance.optimize != "aggressive":
                 privacy = replace(privacy, example=example)
         self.create_optimizer()
@@ -397,7 +397,7 @@ class DPTrainer(Trainer):
     def _tried_example(self, loader: DataLoader) -> Any:
         """Return a batch of `dpflash.sampling.synthetic` as example for the isolation test.
 
-        Return None if no batch can be made, or if its forward replaces modules of the model.
+        Return None if no batch can be made, or if a forward replaces modules of the model.
 
         Raises:
             ValueError: a sample's loss differs from the model's own, or depends on other samples.
@@ -474,7 +474,7 @@ class DPTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
-        """Return (next batches, None): None replaces the number of tokens, which is private."""
+        """Return (next batches, None), without the number of tokens, which is private."""
         return list(islice(epoch_iterator, num_batches)), None
 
     # Steps
@@ -571,8 +571,8 @@ class DPTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log public values and epsilon, and other values only with log_private_metrics.
 
-        The number of log entries is public too. So nothing is logged if no public value is left,
-        or between two microbatches of a step, since the number of microbatches is private.
+        The number of log entries is public too. So nothing is logged if no public value is left.
+        Nothing is logged between two microbatches of a step either, whose number is private.
         """
         kept = self._public(logs)
         loader = self._private_loader
@@ -702,7 +702,7 @@ class DPTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Run Trainer's prediction step; of packed documents return the losses, not their mean."""
+        """Run Trainer's prediction step; for packed documents return losses, not their mean."""
         if self._private_loader is not None and not self._has_met_drawn:
             given = [x for _, x in tensors_of(inputs)]
             self._has_met_drawn = bool(self._private_loader.seen.drawn(given))
@@ -790,8 +790,8 @@ class _Checkpoints(TrainerCallback):
         state.epoch = state.global_step / len(given["train_dataloader"])
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Remove the optimizer's file, which the engine's checkpoint replaces, and the engine's
-        checkpoints whose folder was removed.
+        """Remove the optimizer's file, which the engine's checkpoint replaces, and checkpoints of
+        the engine whose folder checkpoint-N was removed.
         """
         folder = Path(args.output_dir)
         (folder / f"checkpoint-{state.global_step}" / _OPTIMIZER).unlink(missing_ok=True)
@@ -856,9 +856,9 @@ def _require_complete(checkpoint: str) -> None:
     for path in needed:
         if not os.path.isfile(path):
             raise ValueError(
-                f"resume_from_checkpoint={checkpoint!r} needs {path}, which is missing (it is not "
-                "written with args.save_only_model, or by a plain Trainer); restore the file, or "
-                "load the model and start a new run"
+                f"resume_from_checkpoint={checkpoint!r} needs {path}, which is missing (it is "
+                "not written with args.save_only_model, or by a plain Trainer); restore the "
+                "file, or load the model and start a new run"
             )
 
 

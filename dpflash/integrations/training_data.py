@@ -57,7 +57,7 @@ def _places(dataset: Any, chosen: _Places) -> Iterator[tuple[int, _Places]]:
         step = dataset.stride(0) * dataset.element_size()
         yield hash(dataset.device), dataset.data_ptr() + step * chosen
     elif getattr(type(dataset), "__getitem__", None) in (list.__getitem__, tuple.__getitem__):
-        # Equal numbers or strings may be the same object without being the same entry.
+        # Two different entries that are equal numbers or strings may be one Python object.
         entries = [dataset[i] for i in chosen]
         kept = [id(x) for x in entries if not isinstance(x, int | float | str | bytes)]
         yield 0, np.asarray(kept, dtype=np.int64)

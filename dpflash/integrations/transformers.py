@@ -97,19 +97,24 @@ def register() -> str:
     - packed documents: `position_ids` that restart, or a row with `cu_seq_lens_q`, `cu_seq_lens_k`
     - decoding any number of tokens at a time from a growing or preallocated cache
 
-    Compiled models work, except for packed documents and several new tokens on a filled or
-    preallocated cache. Attention dropout, head_mask, output_attentions, masks of more than two
-    dimensions and masks with holes raise an error when the model runs. The hidden states of padded
-    queries differ from those of ``"sdpa"``; they are finite, and no other token attends to them.
+    Not supported:
+
+    - compiled models with packed documents, or several new tokens on a filled or preallocated
+      cache
+    - attention dropout, head_mask, output_attentions, masks of more than two dimensions or with
+      holes: the model raises an error when it runs
+
+    The hidden states of padded queries differ from those of ``"sdpa"``. They are finite, and no
+    other token attends to padded positions.
 
     Models whose code does not use transformers' attention interface (Falcon, BigBird, Longformer,
     DeBERTa, ...) raise ValueError when they are built with this name: train them with their own
     attention, ``attn_implementation="eager"``.
 
-    After registration, transformers does not mistake "dpflash" for a FlashAttention package. The
-    same attention is also registered as "dp_attention", for other code that mistakes every name
-    with "flash" for such a package. ``experts_implementation="dpflash"`` is registered too, for
-    the experts of a mixture-of-experts model.
+    After registration, transformers does not mistake "dpflash" for a FlashAttention package. Other
+    code mistakes every name with "flash" for such a package: for it, the same attention is also
+    registered as "dp_attention". For the experts of a mixture-of-experts model,
+    ``experts_implementation="dpflash"`` is registered too.
 
     Returns:
         The name, "dpflash".
@@ -176,8 +181,8 @@ def _is_not_flash_attention() -> None:
 
     is_requested._dpflash = True  # type: ignore[attr-defined]
     generic.is_flash_attention_requested = is_requested
-    # Modules imported earlier hold the old function. The copy is needed because a finalizer may
-    # import a module during the loop, and `list(sys.modules.items())` would raise then.
+    # Replace the function in modules that imported it earlier. Copy sys.modules, since a finalizer
+    # may import a module during the loop, and `list(sys.modules.items())` would raise then.
     for name, module in sys.modules.copy().items():
         if name.startswith("transformers.") and "is_flash_attention_requested" in vars(module):
             module.is_flash_attention_requested = is_requested  # type: ignore[attr-defined]
@@ -247,14 +252,14 @@ def _mask(
 ) -> Tensor | None:
     """Return the `attention_mask` argument of `_attention`: padding, borders, or None (no mask).
 
-    Padding is a bool tensor `[B, S]`, True where a key is attended to. It has fewer than S columns
-    if the last keys of a preallocated cache are not filled yet, and is `[B, 1, 1, S]` for one
-    query. The borders of n packed documents are `[n + 1]`, int32.
+    Padding is a bool tensor `[B, S]`, True where a key is attended to. Padding has fewer than S
+    columns if the last keys of a preallocated cache are not filled yet, and is `[B, 1, 1, S]` for
+    one query. The borders of n packed documents are `[n + 1]`, int32.
     """
     if q_length == 1:
         from transformers.masking_utils import sdpa_mask
 
-        # 4 dimensions: models do not change a 4-d mask if `generate` made it earlier.
+        # A mask of 4 dimensions, which models leave as it is if `generate` made it earlier.
         seen: Tensor | None = sdpa_mask(
             batch_size=batch_size,
             q_length=1,
@@ -276,7 +281,7 @@ def _mask(
     else:
         names = set(_names(mask_function))
     if compiling and local_size is not None:
-        # A compiled call cannot inspect the function, so chunks are recognized by their size.
+        # When compiling, the function cannot be inspected, so recognize chunks by their size.
         if local_size == getattr(config, "attention_chunk_size", None):
             names.add("chunked_overlay")
     if use_vmap or not names <= _FOLLOWED:
@@ -291,14 +296,14 @@ def _mask(
                 "cache that grows",
                 _UNCACHED,
             )
-        # The keys of the queries' own tokens are the last keys filled so far.
+        # Number of keys filled so far; the last of them are of the queries' own tokens.
         known = int(q_offset) + q_length - int(kv_offset)
     if attention_mask is not None:
         attention_mask = attention_mask[:, int(kv_offset) :][:, :known]
         return _padding(attention_mask, batch_size, known, kv_length)
     if known < kv_length:
         return torch.ones(batch_size, known, dtype=torch.bool, device=device)
-    # With a window of one token no token attends to its neighbor, so documents do not matter.
+    # With a window of one token, no token attends to another, so borders do not matter.
     if _PACKED in names and q_length == kv_length and local_size not in (0, 1):
         return _packed_borders(mask_function, batch_size, q_length, device)
     return None
@@ -517,7 +522,7 @@ def _borders_of_positions(
     starts = position_ids.diff(dim=1) != 1
     compiling = torch.compiler.is_compiling()
     if padding is not None:
-        # With padded keys restarts are no borders. When compiling, test that keys are padded.
+        # Restarts are no borders if keys are padded. When compiling, check that keys are padded.
         if compiling and batch_size == 1:
             fine = ~starts.any() | ~padding.all()
             torch._assert_async(fine, "packed position_ids: not while compiling")
@@ -556,7 +561,7 @@ def _pattern(
             return documents & _sliding_window(sliding_window, causal)
         return documents
     if queries == 1:
-        # The mask of a single query includes the window, see `_mask`.
+        # With a single query the mask includes the window, see `_mask`.
         if sliding_window is not None and sliding_window < keys and padding is None:
             _refuse_data(
                 f"sliding_window={sliding_window} with 1 query, more keys and no mask",

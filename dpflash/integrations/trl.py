@@ -25,7 +25,7 @@ from ..packing import PackTo, Pairs
 from .sample_losses import SampleLoss, plain_model
 from .trainer import DPTrainer
 
-# Assumed mean tokens per document; if documents are shorter, microbatches are partly empty.
+# Assumed mean tokens per document. With shorter documents, microbatches are partly empty.
 _TOKENS_OF_DOCUMENT = 64
 _NO_OFFLOADING = ((False,), "use gradient_checkpointing=True")
 # The values of loss_type with which a pair's loss depends on that pair alone.
@@ -74,9 +74,9 @@ class DPSFTTrainer(_TRLTrainer, SFTTrainer):
     """`trl.SFTTrainer` with differential privacy.
 
     It prepares data as SFTTrainer does, and trains as `DPTrainer` does. A sample's loss is the
-    mean over its own labels, computed from the logits. SFTTrainer's fused head is not used: it
-    reads the weight of `lm_head` without calling the module, so the weight's gradient would not be
-    clipped. Evaluations report the loss and no other metric.
+    mean over its own labels, computed from the logits. SFTTrainer's fused head is not used. It
+    reads the weight of `lm_head` without calling this module, so the weight's gradient would not
+    be clipped. Evaluations report the loss and no other metric.
 
     With ``packing=True`` or ``padding_free=True``, `dpflash.packing.PackTo` packs the entries as
     documents. Each document is one sample. A row has `max_length` tokens, and a microbatch has
@@ -114,7 +114,7 @@ class DPSFTTrainer(_TRLTrainer, SFTTrainer):
             if not isinstance(options.get("data_collator"), PackTo):
                 options["data_collator"] = _pack_of(args, performance, options)
                 performance = replace(performance, physical_batch_size=None)
-            # copy.copy, since the class's constructor would read environment and device again.
+            # Not by the constructor of its class, which would read environment and device again.
             args = copy.copy(args)
             args.__dict__.update(packing=False, padding_free=False, eval_packing=None)
         super().__init__(model, args, performance=performance, **options)
@@ -129,9 +129,9 @@ class DPDPOTrainer(_TRLTrainer, DPOTrainer):
 
     It prepares data as DPOTrainer does, and trains as `DPTrainer` does. An entry of train_dataset
     is a pair, whose gradient, summed over both answers, is clipped. A pair's loss is the loss that
-    DPOTrainer computes from logits for a batch of this pair alone. For loss_type="sft", the loss
-    is therefore the mean over the pair's own tokens, while TRL averages over the tokens of a
-    batch. Evaluations report the loss and the rewards that DPOTrainer reports.
+    DPOTrainer computes from logits for a batch of this pair alone. So for loss_type="sft" the loss
+    is the mean over the pair's own tokens, whereas TRL averages over the tokens of the batch.
+    Evaluations report the loss and the rewards that DPOTrainer reports.
 
     The reference model is called without gradients and outside of the private step. The reference
     model and the initial model count as public. If they were trained on the same pairs, add the
@@ -255,7 +255,7 @@ def _with_scores(model: nn.Module) -> Callable[..., SimpleNamespace]:
 
 
 def _scores(logits: Tensor, labels: Tensor) -> SimpleNamespace:
-    """Compute the outputs of TRL's fused head, `[R, T - 1]`, for each next token of R rows.
+    """Compute the outputs of TRL's fused head for the next tokens of R rows, `[R, T - 1]`.
 
     Only the last T logits of a row are used, since a prompt adapter's virtual tokens come first.
     The log-probability of a label -100 (labels are `[R, T]`) is 0.

@@ -56,7 +56,7 @@ def of_one(batch: Any, before: Any | None, real: Tensor) -> Alteration:
 
 
 def is_single(batch: Any, size: int) -> bool:
-    """Return whether a microbatch of U = `size` samples has a single row or document."""
+    """Return whether a microbatch of `size` samples has a single row or document."""
     if not isinstance(batch, PackedBatch):
         return size == 1
     return sum(start != end for start, end in batch.units.spans) == 1
@@ -93,12 +93,13 @@ def sources(
 ) -> Tensor:
     """Return, for each sample, the sample whose contents it receives: `[U]`, int64.
 
-    A random half of the samples, and all padding, receive the contents of one and the same sample,
-    since many copies of one sample overload any routing with a capacity. Samples that may
-    determine a scale or a weight of the batch, see `_telling`, are replaced first. In half of the
-    cases the copied sample has the rarest label. Of four samples or more, those with the most and
-    the least padding in a mask keep their contents: without padding, operators run other
-    kernels, which round differently, and a loop may cut a batch to its longest sample.
+    A random half of the samples, and all padding, receive the contents of one sample:
+    - Many copies of one sample overload any routing with a capacity.
+    - Samples that may determine a scale or a weight of the batch, see `_telling`, are replaced
+      first. In half of the cases the copied sample has the rarest label.
+    - Of four samples or more, those with the most and the least padding in a mask stay. Without
+      padding, operators run other kernels, which round differently, and a loop may cut a batch to
+      its longest sample.
 
     Args:
         batch, size, real, units, rng: see `of_samples`.
@@ -117,7 +118,7 @@ def sources(
     rare, extreme = (x if 2 * len(x) <= len(samples) else set() for x in (rare, extreme))
     extreme |= set(telling)
     order = rng.permutation(samples).tolist()
-    # If a class's weight depends on the class's own count, only losses of this class change.
+    # If a class's weight depends on its own count, only losses of the class itself change.
     copies_rare = len(least | most) < len(order) // 2 and bool(rng.integers(2))
     first = next((s for s in order if copies_rare and s in rare), None)
     order.sort(key=lambda s: (s != first, s not in least, s not in most, s in rare, s in extreme))
@@ -129,7 +130,7 @@ def sources(
 
 
 def kept_by(source: Tensor, real: Tensor | None) -> Tensor:
-    """Return which samples keep their contents: `[U]`, bool; none if there are fewer than two."""
+    """Return which samples keep their contents, `[U]`, bool; none if fewer than two would."""
     own = source == torch.arange(len(source))
     real = torch.ones_like(own) if real is None else real
     return own & real & (real.sum() > 1)
@@ -150,14 +151,14 @@ def complement(batch: Any, first: Alteration, rng: np.random.Generator) -> Alter
 
 
 def _filled(batch: Any, size: int, rows: list[int]) -> tuple[set[int], set[int]]:
-    """Return the rows with the least and the greatest sum of a mask; none if all are equal."""
+    """Return the rows whose masks have the least and the greatest sum; none if all are equal."""
     sums = [own[rows] for own in mask_sums(batch, size) if rows]
     sums = [own for own in sums if bool((own != own[0]).any())]
     return {rows[int(own.argmin())] for own in sums}, {rows[int(own.argmax())] for own in sums}
 
 
 def _telling(batch: Any, size: int, rows: list[int]) -> tuple[set[int], set[int]]:
-    """Return the rows with the rarest label; the rows with the greatest or least maximum."""
+    """Return (rows with the rarest label, rows with the greatest or least maximum)."""
     rare: set[int] = set()
     extreme: set[int] = set()
     for _, x in entries_of(batch, size):

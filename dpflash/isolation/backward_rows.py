@@ -42,14 +42,14 @@ class ProvableBackward(Protocol):
         """Yield ((group, position), layer, whether to watch the handle's gradient, handle)."""
 
     def only_watched(self, watch: Watch) -> AbstractContextManager[None]:
-        """In the body, gates save no tensors, and only this watch sees the operations."""
+        """In the with block, gates save no tensors, and only this watch sees the operations."""
 
     @property
     def is_compared(self) -> bool:
         """Whether the backward is compared with that of an altered microbatch."""
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
-        """Receive the gradients `[B, ...]` of the model's outputs in a scalar loss's backward."""
+        """Receive the model outputs' gradients `[B, ...]` in the backward of a scalar loss."""
 
     def refuse_reduction(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int
@@ -64,12 +64,12 @@ class WatchedRows(Watch, Protocol):
     """A watch that sees the handles' gradients even if a backward does not run the gates."""
 
     def dense(self, slot: Slot, layer: str, grad: Tensor | None) -> Tensor | None:
-        """Record the gradient of a handle; return it, or a stand-in."""
+        """Record a handle's gradient; return the gradient to pass on, perhaps a stand-in."""
 
 
 @dataclass
 class _Use:
-    """One operation: summaries of its rows, which rows are nonzero, its number, a row's shape."""
+    """One operation: digests of rows, which rows are nonzero, its number, the shape of a row."""
 
     summaries: Tensor
     nonzero: Tensor
@@ -89,7 +89,8 @@ class BackwardRows:
         real: `[B]`, bool: whether the row is a sample.
         uses: the operations on each parameter, in order.
         layers: the name of each parameter's layer.
-        refusal: message with the layer nearest to the losses that has a nonzero row of weight 0.
+        refusal: message on the layer nearest to the losses with a nonzero row of a sample of
+            weight 0.
         is_foreign: whether there were rows of another batch; other code refuses such rows.
         has_met_gate: whether a gate ran, which shows that this is a backward of losses.
         left_out: `[B]`, bool: samples that are not compared, because a row is not finite.
@@ -112,7 +113,7 @@ class BackwardRows:
         self._see((gate.index, position), gate.layer_of(position), *gate.by_sample(rows[0]))
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
-        """Record the handles' gradients at a gate, which only the loop's own backward runs."""
+        """Record the handles' gradients at a gate; only a backward of the loop runs gates."""
         self.has_met_gate = True
         for position, grad in enumerate(grads):
             if grad is not None and gate.is_dense(position):
@@ -126,7 +127,7 @@ class BackwardRows:
         return grad.new_zeros(()).expand_as(grad)
 
     def _see(self, slot: Slot, layer: str, rows: Tensor, units: Units | None = None) -> None:
-        """Record rows `[B, ...]`; with units, rows `[n, ...]` of the entries of all units."""
+        """Record rows `[B, ...]` or, with units, the entries `[n, ...]` of all units."""
         rows = rows.detach()
         if not rows.ndim or (len(rows) if units is None else units.size) != len(self.weights):
             self.is_foreign = True
@@ -134,7 +135,7 @@ class BackwardRows:
         self.dtypes.add(rows.dtype)
         flat = rows.reshape(len(rows), rows.shape[1:].numel())
         sizes = greatest(flat)
-        # Adding 0.0 turns -0.0 into 0.0, since a sum of zeros may have either sign.
+        # Add 0.0, which turns -0.0 into 0.0: a sum of zeros may have either sign.
         parts = flat.split(max(1, _AT_ONCE // max(1, flat.shape[1])))
         summaries = torch.cat([row_summaries(part + 0.0, rounds=self.rounds) for part in parts])
         if units is not None:
@@ -149,7 +150,7 @@ class BackwardRows:
 
 
 def allow_second_backwards() -> None:
-    """Make torch.compile keep a graph's saved tensors for a second backward, in this thread."""
+    """Make torch.compile, in this thread, keep saved tensors for a second backward."""
     from torch._functorch import config  # slow to load
 
     config.donated_buffer = False
@@ -163,7 +164,7 @@ def differentiate(
     *,
     keeps_graph: bool = True,
 ) -> bool:
-    """Run the backward up to the handles, and show their gradients to the watch.
+    """Run the backward up to the handles, and show the handles' gradients to the watch.
 
     Returns:
         Whether the backward could run: a graph that the user compiled may allow only one.

@@ -56,7 +56,7 @@ class Call:
         return tuple(named.pop(place) for place in range(self._positional)), named
 
     def of_one(self, source: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Give all samples the contents of the sample that `altered` copies most often."""
+        """Return (args, kwargs) in which all samples are the one that `altered` copies most."""
         return self.altered(torch.full_like(source, int(source.bincount(minlength=1).argmax())))
 
     def rest(self) -> Iterator[tuple[object, str, Any]]:
@@ -81,7 +81,7 @@ class LeftAlone:
         self._known: dict[tuple[object, ...], object] = {}
 
     def varying(self, call: Call) -> str | None:
-        """Return the first argument whose contents may differ from earlier calls, or None."""
+        """Return the first argument with other contents than in earlier calls, or None."""
         found = None
         for name, place, leaf in call.rest():
             key = (name, place, getattr(leaf, "shape", None))
@@ -122,7 +122,7 @@ def _leaves_within(value: Any, place: str = "", depth: int = 0) -> Iterator[tupl
 
 
 def _lengths(value: Any, size: int) -> Iterator[tuple[int, ...]]:
-    """For each list of `size` samples, yield the samples' sizes in each dimension."""
+    """For each list of `size` samples and each dimension, yield the samples' sizes."""
     for _, found in leaves_of(value, kinds=(list, tuple)):
         if len(found) == size and all(hasattr(x, "__len__") for x in found):
             shapes = [x.shape if hasattr(x, "shape") else (len(x),) for x in found]

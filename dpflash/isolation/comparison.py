@@ -1,8 +1,9 @@
-"""Comparison: finds what differs between two runs for samples with the same contents in both.
+"""Comparison: finds differences between two runs, for samples with equal contents in both runs.
 
 On a deterministic device all results must be equal bit for bit. On other devices rows may differ
-by sqrt(eps) of their norm, and losses by eps^(2/3). Rounding differences are smaller, and other
-samples' effects seldom are. For gradients of samples in other rows see `PlaceTrial`.
+by sqrt(eps) of their norm, and losses by eps^(2/3) (eps: machine epsilon). Rounding is below these
+limits, effects of other samples seldom are. `PlaceTrial` compares gradients of samples in other
+rows.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def mixed(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | N
 def reached(first: ForwardRows, second: ForwardRows, replaced: Tensor) -> bool:
     """Return whether the input of some layer differs for the samples `replaced` `[B]`.
 
-    No input differs if the model reads its samples from an object in which none can be replaced.
+    If not, the model reads its samples from an object in which none can be replaced.
     """
     tolerated = tolerance(first.dtypes)
     return any(
@@ -114,7 +115,7 @@ def kept(first: ForwardRows, second: ForwardRows, size: int, attributes: list[st
 def _first_difference(
     first: ForwardRows, second: ForwardRows, unchanged: Tensor
 ) -> tuple[str, torch.Size, torch.Size] | None:
-    """Return (first tensor that differs, its shapes in the two forwards), or None."""
+    """Return (name of the first tensor that differs, its shapes in both forwards), or None."""
     tolerated = tolerance(first.dtypes)
     for i in range(max(len(first.where), len(second.where))):
         if first.where[i : i + 1] != second.where[i : i + 1]:
@@ -144,7 +145,8 @@ def changed_losses(
 
     If a deterministic device repeats a computation, losses must be equal bit for bit. Otherwise
     losses may differ by eps^(2/3) of the largest of three values: the sample's loss, the mean over
-    `kept`, and the median of all samples. A mean of all could include a replaced, huge loss.
+    `kept`, and the median of all samples. A mean over all samples could include a huge loss of a
+    replaced sample.
 
     Args:
         before, now: losses of two runs; or `[U, K]`, products of gradients with K random vectors,
@@ -192,7 +194,7 @@ def changed_rows(before: list[Tensor], now: list[Tensor]) -> Tensor | None:
 def changed_use(
     before: BackwardRows, now: BackwardRows, kept: Tensor, text: str, group: int | None = None
 ) -> str | None:
-    """Return a message that names the layer, nearest to the losses, where kept rows changed.
+    """Return a message on the layer nearest to the losses at which kept rows changed, or None.
 
     Args:
         before, now: the rows of two backwards.

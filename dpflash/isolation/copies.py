@@ -35,5 +35,5 @@ def with_layout_of(t: Tensor, values: Tensor) -> Tensor:
     # An expanded tensor stores several entries at one address.
     single = [slice(1) if s == 0 else slice(None) for s in t.stride()]
     copy[tuple(single)].copy_(values[tuple(single)])
-    # Detached: if the copy were a view, views of the copy would not count as the batch's.
+    # Detach: if the copy were a view, `_base` of its views would not be the copy.
     return copy.detach().requires_grad_(t.requires_grad)

@@ -1,8 +1,8 @@
 """Tests on the first batches whether a scalar loss is the reduction that was declared.
 
 If the model returns the scalar, the scalars of four batches with exchanged samples are compared.
-If the loop computes the scalar from the model's outputs, its gradient at the outputs is tested:
-the gradient of a cross-entropy shows the weight of each token.
+If the loop computes the scalar from the model's outputs, the scalar's gradient at the outputs is
+tested, since the gradient of a cross-entropy shows the weight of each token.
 
 Letters: B samples, V classes.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 _AT_ONCE = 1 << 22  # logits
 _FITS = 1e-3  # allowed error / token's weight; losses other than cross-entropy exceed it
 _SAME = 1e-4  # allowed relative difference of samples' weights
-_REPEATED = 4  # with this many repeats of classes in other samples, weights are per class
+_REPEATED = 4  # repeats of classes in other samples that suffice to call weights per class
 # Relative rounding error of a scalar that is a sum of many terms.
 _SCALAR_ROUNDING = 1e-5
 
@@ -56,9 +56,9 @@ _NOT_A_SUM = (
 
 
 def exchanges(size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the samples `[B]` of three batches a, b, c, as indices into one batch d.
+    """Return three batches a, b and c, each as indices `[B]` of the samples of a batch d.
 
-    In each row, a and d have the same two samples as b and c.
+    In each row, the samples of a and d are those of b and c, in some order.
     """
     own = torch.arange(size)
     turned, is_even = own.roll(-1), own % 2 == 0
@@ -110,7 +110,7 @@ def refuse_weights(
         weights = of_tokens.sum(1)
         least, most = float(weights.min()), float(weights.max())
         if most - least > _SAME * most:
-            # If only one sample has a weight, this weight is 1 in a declared sum, too.
+            # If only one sample has a weight, this weight is 1 in a correct sum, too.
             is_of_several = int((weights > _SAME * most).sum()) > 1 or declared == "mean"
             if abs(float(weights.sum()) - 1) < _SAME and is_of_several:
                 return _OVER_TOKENS.format(declared=declared)
@@ -126,16 +126,16 @@ def refuse_weights(
 
 
 def _is_of_no_known_scale(weights: Tensor, targets: Tensor, unit: float) -> bool:
-    """Return whether a token's weight depends only on its class, up to an unknown common factor.
+    """Return whether a token's weight is a function of its class times an unknown factor.
 
     Args:
         weights: `[B, T]`, with different sums for different samples.
         targets: `[B, T]`, the classes.
         unit: weight of a sample in the declared reduction.
 
-    Equal weights with a known factor (a sum over a sample's tokens, or a mean over all T tokens or
-    over T - 1 for shifted labels) give False. So do tokens of one class with different weights, as
-    in losses that weight samples, or that weight tokens by their probability.
+    False for equal weights with a known factor: a sum over a sample's tokens, or a mean over all T
+    tokens, or over T - 1 for shifted labels. Also False if tokens of one class have different
+    weights, as in losses that weight samples, or tokens by their probability.
     """
     used = weights > 0
     classes, index = targets[used].unique(return_inverse=True)
@@ -155,7 +155,7 @@ def _is_of_no_known_scale(weights: Tensor, targets: Tensor, unit: float) -> bool
 
 
 def _weights(logits: Tensor, grad: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return weights `[B, T]`, float64, of each sample's tokens in a cross-entropy; and classes.
+    """Return (weights of each sample's tokens in a cross-entropy, classes), `[B, T]` each.
 
     The gradient of w * cross_entropy(z, y) is w * (softmax(z) - onehot(y)). Returns None if the
     gradient does not have this form, or if its dtype is too coarse.
@@ -183,7 +183,7 @@ def _chunks(z: Tensor, g: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def _token_weights(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return weights `[n]`, float64, and classes of tokens `[n, V]`; None if g has another form.
+    """Return (weights, classes) of n tokens, `[n]` each; None if `g` is not of the form.
 
     Tokens without a gradient have weight 0.
     """
@@ -199,7 +199,7 @@ def _token_weights(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor] | None:
     others = z.softmax(1).scatter(1, target, 0.0)
     of_others = others.sum(1)
     used = g.ne(0).any(1)
-    # Unlike 1 - p at the target, sums over the other classes do not cancel if p is almost 1.
+    # If p is almost 1, 1 - p cancels at the target, but sums over the other classes do not.
     weights = g.scatter(1, target, 0.0).sum(1) / of_others
     weights = torch.where(used, weights, torch.zeros_like(weights))
     expected = (weights.unsqueeze(1) * others).scatter(1, target, -(weights * of_others)[:, None])

@@ -15,11 +15,12 @@ _PADDING = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, "sample_index"
 def with_changed_documents(batch: PackedBatch, number: int) -> tuple[PackedBatch, Tensor]:
     """Return a copy of a batch in which some documents are left out and some have other tokens.
 
-    Pairs of trials alternate: one pair changes every other document (in later pairs every other
-    two, four, ...), the next pair the longer half and then the shorter half. A document that is
-    left out becomes padding, so the borders and the numbers of documents, tokens and labels change
-    too. Other changed documents keep their positions and lengths, and get the next document's
-    tokens and labels in reverse order: the first token changes even if documents begin alike.
+    Pairs of trials alternate. One pair changes every other document (in later pairs, every other
+    two, four, ...). The next pair changes the longer half, and then the shorter half. A document
+    that is left out becomes padding, which also changes the borders and the numbers of documents,
+    tokens and labels. Other changed documents keep their positions and lengths, but get the next
+    document's tokens and labels in reverse order, so the first token changes even if all begin
+    alike.
 
     Args:
         batch: the batch, which is not changed.
@@ -94,7 +95,7 @@ def moved(batch: PackedBatch) -> PackedBatch | None:
 
 
 def _chosen(batch: PackedBatch, filled: list[int], number: int) -> tuple[list[int], list[int]]:
-    """Return (documents to change, the ones of these to leave out); needs two documents."""
+    """Return (documents to change, those of them to leave out), from two documents or more."""
     pair, odd = divmod(number, 2)
     by_length = sorted(filled, key=lambda unit: -_length(batch, unit))
     half = (len(filled) + 1) // 2
@@ -103,7 +104,7 @@ def _chosen(batch: PackedBatch, filled: list[int], number: int) -> tuple[list[in
         return changed, changed[:-1]
     bit = pair // 2 % (len(filled) - 1).bit_length()
     changed = [unit for place, unit in enumerate(filled) if (place >> bit) % 2 == odd]
-    # The later half of the changed documents: one trial of a pair leaves out the last one.
+    # The later half of the changed documents, so one trial of a pair leaves out the last document.
     return changed, sorted(changed)[len(changed) // 2 :]
 
 
@@ -113,5 +114,4 @@ def _length(batch: PackedBatch, unit: int) -> int:
 
 
 def _reversed(values: Tensor, length: int) -> Tensor:
-    """Return the values in reverse order, repeated or cut to this length."""
     return values.flip(0)[torch.arange(length) % len(values)]

@@ -35,7 +35,7 @@ class WithoutDropout(TorchFunctionMode):
             on = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
             self.seen |= bool(on) and kwargs.get("p", args[1] if len(args) > 1 else 0.5) > 0
             return args[0] if args else kwargs["input"]
-        # Functions that multi_head_attention_forward calls do not pass through this mode.
+        # Set its dropout to 0: functions that it calls do not pass through this mode.
         if func is F.multi_head_attention_forward:
             self.seen |= kwargs.get("training", True) and args[_DROPOUT_OF_HEADS] > 0
             args = (*args[:_DROPOUT_OF_HEADS], 0.0, *args[_DROPOUT_OF_HEADS + 1 :])

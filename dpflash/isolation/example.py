@@ -3,7 +3,7 @@
 The batch is run three times: with other contents in half of its samples, with other contents in
 the other half, and unchanged. For samples that keep their contents, the losses, the layers' inputs
 and the per-sample gradients must be the same in these runs. Nothing is trained on the batch. Since
-it is public, the error says what changed, in which layer or sample, and by how much.
+the batch is public, the error says what changed, in which layer or sample, and by how much.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ class ExampleTrial:
         self._is_done = self._is_late = False
 
     def _altered(self) -> list[Alteration]:
-        """Return two altered versions of the batch."""
         if isinstance(self._batch, PackedBatch):
             return [alteration.of_documents(self._batch, number) for number in (0, 1)]
         rng = np.random.default_rng(0)

@@ -32,11 +32,11 @@ class FunctionState:
     """Saves the random generators and the data that functions can reach.
 
     The search covers the functions' closures, the globals that their code names, attributes of
-    objects and of their classes, and small containers found there. Not saved are larger
-    containers, more than 2^20 numbers in tensors and arrays, and the state of dpflash, torch,
-    NumPy and the standard library. Data is saved only of objects whose classes come from the
-    packages of the functions: if other objects were restored, they would no longer match the
-    resources that they hold (open files, threads that wait on a queue).
+    objects and of their classes, and small containers found there. The following is not saved:
+    - larger containers, and more than 2^20 numbers in tensors and arrays;
+    - the state of dpflash, torch, NumPy and the standard library;
+    - data of objects whose classes are not from the packages of the functions. A restored object
+      of this type would no longer match its open files, or threads that wait on its queue.
 
     Args:
         functions: functions, or objects with methods.
@@ -85,7 +85,7 @@ class FunctionState:
         """Return the current states of the generators, pickled."""
         states = [restore_of(generator) for generator, _ in self._generators]
         held = [state.args[-1] for state in states if state is not None]
-        # Tensors become NumPy arrays, since pickles of equal tensors may differ.
+        # Convert tensors to NumPy arrays, since pickles of equal tensors may differ.
         return pickle.dumps([x.numpy() if isinstance(x, Tensor) else x for x in held])
 
     def _parts_of(self, value: Any) -> Iterator[Any]:
@@ -143,7 +143,7 @@ class FunctionState:
             self._restores.append(restore)
 
     def _hold_array(self, value: Any) -> None:
-        """Save a writable tensor or array; save at most `_MOST_NUMBERS` numbers in total."""
+        """Save a writable tensor or array, up to `_MOST_NUMBERS` numbers over all saved ones."""
         if isinstance(value, Tensor):
             can_be_set = value.is_cpu and value.layout == torch.strided and value.is_leaf
             can_be_set = can_be_set and not value.is_inference() and not value.is_shared()
@@ -159,7 +159,6 @@ class FunctionState:
 
 
 def _package_of(value: Any) -> str:
-    """Return the package of a function, or of another object's class."""
     while type(value) is partial:
         value = value.func
     if type(value) is MethodType:

@@ -1,7 +1,7 @@
-"""ReplacedLabels: which labels trials have replaced. A rare label may weight all losses.
+"""ReplacedLabels: which labels trials have replaced. One rare label may weight all losses.
 
 A mean with class weights couples samples only if a batch has several classes. So a microbatch is
-tried if it has a class that no trial has replaced yet, or that no trial has kept yet.
+tried if it has a class that no trial has replaced so far, or a class that no trial has kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ReplacedLabels:
         """Return whether a label of the samples `real` `[U]` needs more trials, see `_ENOUGH`."""
         for place, x in _labels(batch, real, units):
             own, (tried, *ways) = set(x), self._of(place)
-            # If all samples have one label, a trial would not change any label.
+            # Only with several labels: if all samples have one label, a trial changes no label.
             if len(own) > 1 and len(tried) < _MOST:
                 if any(tried[v] < _ENOUGH and not all(way[v] for way in ways) for v in own):
                     return True
@@ -57,7 +57,7 @@ class ReplacedLabels:
                     count.update(set(part[place]))
 
     def _of(self, place: str) -> list[Counter[int]]:
-        """Return three counts of each label: how often it was tried, replaced and kept."""
+        """Return for the labels at `place` how often each was tried, replaced and kept."""
         names = ("tried", "replaced", "kept")
         return [self._trials.setdefault((place, name), Counter()) for name in names]
 

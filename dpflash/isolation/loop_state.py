@@ -36,7 +36,7 @@ _NO_OBJECTS = (type, ModuleType)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 # Packages whose module variables do not belong to the training loop.
 _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
-# References to a frame's copy of its variables: the frame's, the local name, the argument.
+# Number of references to a frame's copy of its variables: from the frame, a name, an argument.
 _OF_FRAME = 3
 
 
@@ -44,8 +44,8 @@ class Generators:
     """The states of the random generators that the running functions can reach.
 
     The search covers the functions' local and global variables, containers in them, and
-    attributes. `RandomState` holds the global generators of torch, NumPy and Python instead.
-    Functions that call `locals()` are left out, since reading their variables changes its result.
+    attributes. Functions that call `locals()` are left out, since reading their variables changes
+    the result of `locals()`. `RandomState` holds the global generators of torch, NumPy and Python.
 
     Attributes:
         schedulers: the learning rate schedulers, found in the same search.
@@ -64,7 +64,7 @@ class Generators:
                 seen[id(shared)] = _DEEP
                 self._collect(shared.values(), found, seen, _DEEP)
             is_copy = type(own) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED
-            # Cleared, since this copy would keep variables alive that the function deletes.
+            # Clear the copy, which would keep variables alive that the function deletes.
             if is_copy and sys.getrefcount(own) <= _OF_FRAME:
                 own.clear()
             frame = frame.f_back
@@ -96,7 +96,7 @@ class Generators:
 
 
 class Options:
-    """Saved options of optimizers and of the next release, and the schedulers' state.
+    """Saved options of optimizers and of the next release, and states of schedulers.
 
     Args:
         optimizers, schedulers: the optimizers and the learning rate schedulers.
@@ -113,7 +113,7 @@ class Options:
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 own = {name: value for name, value in group.items() if name != "params"}
-                # Tensors are copied too: schedulers write into options that are tensors.
+                # Copy tensors too, since schedulers write into options that are tensors.
                 self._held.append((group, copied(own, {}, with_tensors=True)))
         self._options = len(self._held)
         for scheduler in schedulers:
@@ -121,7 +121,7 @@ class Options:
             self._held += [(vars(x), vars(x).copy()) for x in (*inner, scheduler)]
 
     def restore(self, *, changed_since: Options | None = None) -> None:
-        """Restore all options, or only of groups that differ between `changed_since` and these."""
+        """Restore the options, or only of groups that differ between `changed_since` and self."""
         others = self._held if changed_since is None else changed_since._held
         for number, (own, held) in enumerate(self._held):
             if changed_since is not None and is_same(others[number][1], held):
@@ -129,7 +129,7 @@ class Options:
             for name, value in held.items():
                 now: Any = own.get(name)
                 if _is(value, Tensor) and _is(now, Tensor) and now.shape == value.shape:
-                    # Written in place, since other objects may reference the tensor.
+                    # Write in place, since other objects may reference the tensor.
                     if not is_same(now, value):
                         now.copy_(value)
                 elif number < self._options:
@@ -160,13 +160,13 @@ def _shows_variables(code: CodeType) -> bool:
 
 
 def _is(value: Any, *kinds: type) -> bool:
-    """Return isinstance(value, kinds), but also for weak proxies of deleted objects."""
+    """Return isinstance(value, kinds), and False for a weak proxy of a deleted object."""
     return issubclass(type(value), kinds)
 
 
 def _parts_of(value: Any) -> Collection[Any]:
     """Return the parts of a small container, or the attributes of another object."""
-    # Runs no code of the object's class, which may have side effects.
+    # Do not run code of the object's class, which may have side effects.
     for kind, parts in ((dict, dict.values), (list, list.copy), (tuple, tuple.__iter__)):
         if _is(value, kind):
             return list(parts(value)) if kind.__len__(value) <= _MOST_PARTS else ()
@@ -191,7 +191,7 @@ def _contents_of(cell: CellType) -> list[Any]:
 
 
 def restore_of(value: Any) -> partial[Any] | None:
-    """Return a partial, whose last argument is the generator's state, to restore it, or None."""
+    """Return a partial that restores the state (its last argument) of a generator, or None."""
     if not _is(value, *_GENERATORS):
         return None
     if _is(value, torch.Generator):

@@ -1,12 +1,14 @@
 """PlaceTrial: tests that a sample's loss does not depend on its place in the batch.
 
-A sample's place is the length to which it is padded, and the samples in the rows around it; a
+A sample's place is the length to which it is padded, and the samples in the rows around it. A
 packed document's place is its position in its row. Before a microbatch is trained on, it is run
-without dropout and with its samples in other places: half of the samples exchange their rows; the
-shorter samples run without the padding for the longer samples; or the documents of each row are in
-reverse order. Up to rounding, losses must equal the losses of training. If the loop reduces losses
-to a scalar, per-sample gradients must equal those of training instead. If the model has dropout,
-another run without dropout, with samples in their own places, takes the place of training.
+without dropout and with its samples in other places:
+- half of the samples exchange their rows,
+- the shorter samples run without the padding for the longer samples, or
+- the documents of each row are in reverse order.
+Up to rounding, losses must equal the losses of training. If the loop reduces losses to a scalar,
+per-sample gradients are compared instead. If the model has dropout, the comparison is with another
+run without dropout, and not with training.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from .place_gradients import PlaceGradients
 from .rows import exchanged, mask_sums, rows_of
 from .sandbox import Sandbox
 
-# In this many logical batches at the start, gradients of losses [B] are compared too.
+# For losses [B], gradients are compared too, in this number of logical batches at the start.
 _FIRST = 2
 # Dtypes with a machine epsilon above this have 16 bits or fewer.
 _COARSE = 1e-5
@@ -57,11 +59,10 @@ LESS_PADDING = Kind(
     "the loss of a sample changed as the longer samples of the batch were left out and it was "
     "padded less, so nothing was released: it depends on their length. Mask the padding "
     "(attention_mask, means over a sample's own tokens, pack_padded_sequence), and use positions "
-    "that padding does not shift; or pad all samples to one public length: "
-    "collate_fn=dpflash.sampling.PadTo(512, {'labels': -100}), with a field's number as its name "
-    "if entries are tuples. If masks are targets, the samples with more ones were left out, and "
-    "the loss mixes samples: a Dice loss must sum over each sample, x.flatten(1).sum(1). "
-    f"{UNTESTED}",
+    "that padding does not shift. Or pad all samples to one public length: "
+    "collate_fn=dpflash.sampling.PadTo(512, {'labels': -100}); fields of tuples are named by "
+    "number. If masks are targets, samples with more ones count as longer, and the loss mixes "
+    f"samples: a Dice loss must sum over each sample, x.flatten(1).sum(1). {UNTESTED}",
 )
 OTHER_NEIGHBORS = Kind(
     "with documents elsewhere in rows",
@@ -111,10 +112,10 @@ class PlaceTrial:
         has_ranks: whether there are other ranks, which must run the same number of microbatches.
         devices: the model's devices other than the CPU.
         modules: function that returns the model's modules.
-        is_alone: whether this rank has whole samples and parameters, so that its backward needs no
-            exchange.
-        declared: the loss_reduction, or None. If it is set, gradients are compared in each logical
-            batch. Without it, only the first two logical batches of 32-bit models compare them.
+        is_alone: whether this rank has whole samples and parameters, so that backwards exchange
+            nothing.
+        declared: the loss_reduction, or None. If it is set, each logical batch compares gradients.
+            If it is None, only the first two logical batches do, and only for 32-bit models.
         numbers: the current max_grad_norm, by its name.
 
     Attributes:
@@ -150,7 +151,7 @@ class PlaceTrial:
         self._declared, self._numbers = declared, numbers
         self._runs: list[PlaceGradients] = []
         self._waits_for_gradients = False
-        # (output of the model, leaf that the loop got instead), see `ends_at`.
+        # Pairs (output of the model, leaf that the loop gets instead), see `ends_at`.
         self._ends: list[tuple[Tensor, Tensor]] = []
         self._backward: _Backward = lambda outputs, grads: None
         self._dtypes: set[torch.dtype] = set()
@@ -162,13 +163,13 @@ class PlaceTrial:
         self._others: Any = None
 
     def is_due(self, *, begins_draw: bool, is_tried: bool) -> bool:
-        """Return whether to run the next microbatch in the kinds of places not tried yet.
+        """Return whether to run the next microbatch with samples in other places.
 
         Args:
             begins_draw: whether the next microbatch is the first one of a logical batch.
             is_tried: whether the schedule tries microbatches of this logical batch.
         """
-        self.end(loop=False)  # The loop may have left an earlier iterator in a run.
+        self.end(loop=False)  # The loop may have left an earlier iterator within a run.
         self.waits = self._waits_for_gradients = False
         if begins_draw:
             self._tried = set()
@@ -210,7 +211,7 @@ class PlaceTrial:
             self._waits_for_gradients = len(self._runs) == len(places)
 
     def attach(self, backward: _Backward) -> None:
-        """Set the function (outputs, their gradients) that runs the backward of a run."""
+        """Set the function of (outputs, gradients of outputs) that runs a run's backward."""
         self._backward = backward
 
     def begin(self) -> None:
@@ -230,7 +231,7 @@ class PlaceTrial:
             self._others = self._other_states()
 
     def forward(self, dtypes: set[torch.dtype], *, is_random: bool) -> None:
-        """Note a call of the model; it draws one number from torch's generator, for its masks.
+        """Note a call of the model, in which one number of torch's generator gives the masks.
 
         Args:
             dtypes: the dtypes that the model computes in.
@@ -260,7 +261,7 @@ class PlaceTrial:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Disable dropout in layers that a checkpoint recomputes, as in the run's forward."""
+        """Disable dropout in layers that a checkpoint recomputes, as in the forward of the run."""
         training = [module for module in self._modules() if module.training]
         for module in training:
             module.training = False
@@ -271,7 +272,7 @@ class PlaceTrial:
                 module.training = True
 
     def take_scalar(self, loss: Tensor) -> bool:
-        """Run a scalar loss's backward to the leaves of `ends_at`; False if there are none."""
+        """Run a scalar loss's backward to the leaves of `ends_at`; return False without leaves."""
         if self._ends:
             torch.autograd.backward(loss, inputs=[own for _, own in self._ends])
         return bool(self._ends)
@@ -336,7 +337,7 @@ class PlaceTrial:
             return
         values, sizes = now.values[group], now.squares[group].sqrt()
         before = [run.values[group] for run in runs]
-        # All samples together may change the sum by at most a thousandth of the bound.
+        # Allow the changes of all samples together to be a thousandth of the bound.
         count = max(1, len(values))
         least = 1e-3 * self._numbers["max_grad_norm"] / count
         least /= count if self._declared == "mean" else 1
@@ -349,20 +350,20 @@ class PlaceTrial:
         count = len(self._places[0].kept)
         if self._is_random or any(x.shape != now.shape or len(x) != count for x in (*before, now)):
             return
-        # Hugging Face's float64 models compute norms and rotary positions in float32.
+        # Also float32, in which Hugging Face's float64 models compute norms and positions.
         eps = _epsilon(self._dtypes | {now.dtype, torch.float32})
         rounding = eps ** (2 / 3)
         if sizes is not None and eps > _COARSE:
             rounding = eps**0.5
         elif sizes is not None:
-            # Allow a change by a thousandth of a gradient, over all samples together.
+            # Allow the changes of all samples together to be a thousandth of a gradient.
             rounding = max(rounding, min(eps**0.5, 1e-3 / max(1, len(now))))
         for found, place in zip(before, self._places, strict=True):
             changed = changed_losses(
                 found, now, place.kept, rounding=rounding, sizes=sizes, least=least
             )
             if bool(changed.any()):
-                # Stored, so that a loop that catches the error receives the error again.
+                # Store the message, so that a loop that catches the error gets the error again.
                 self.refused = place.kind.refusal
                 return
             self.compared.add(place.kind)

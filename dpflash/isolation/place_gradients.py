@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..verification.watch import WatchedGate
 
-# The product of a difference with one Gaussian vector is below a third of the difference's norm in
-# 26 of 100 draws; the root mean square of 16 products is below it in 4 of 10^6 draws. If the
-# difference is the x g^T of a single token, it is 48 of 100 draws and 0.3 of 100 draws.
+# The product of a difference with a Gaussian vector is below a third of the difference's norm in
+# 26 of 100 cases, and the root mean square of 16 products in 4 of 10^6 cases. If the difference is
+# the x g^T of a single token, these are 48 of 100 and 0.3 of 100 cases.
 _VECTORS = 16
 
 
@@ -30,9 +30,9 @@ class PlaceGradients:
 
     Attributes:
         values: the products `[B, K]`, fp64, of each clipping group.
-        squares: squared sizes `[B]`, fp64, of each group; rounding is relative to the sizes.
+        squares: squared sizes `[B]`, fp64, of each group, to which rounding is relative.
         parts: (group, position, whether it arrived at the handle) of each recorded gradient. A run
-            whose forward was compiled has other parts; its gradients are not compared.
+            with a compiled forward has other parts, and its gradients are not compared.
     """
 
     def __init__(self, seed: int, finished: Callable[[int], object] = lambda group: None) -> None:
@@ -82,7 +82,7 @@ class PlaceGradients:
         return grad
 
     def _enter(self) -> None:
-        """Drop what an earlier backward recorded, which was for gradients of inputs."""
+        """Drop the records of an earlier backward, which computed gradients of inputs."""
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._task):
             self.values, self.squares, self.parts, self._task = {}, {}, set(), task
@@ -90,7 +90,7 @@ class PlaceGradients:
     def _of_tokens(
         self, x: Tensor, lead: int, seed: tuple[int, int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Return products `[*lead, K]` of x `[*lead, n]`, and squared sizes `[*lead]`, fp64."""
+        """Return products of x `[*lead, n]`, `[*lead, K]`, and squared sizes, `[*lead]`, fp64."""
         draw = torch.Generator().manual_seed(hash((self._seed, *seed)) % (1 << 62))
         if not x.is_floating_point():
             # x holds an embedding's indices: hash each index to K pseudo-random numbers

@@ -1,8 +1,8 @@
 """Proof: tests on the first batches whether a model keeps its samples apart.
 
-An extra backward runs with weight 0 on some of the losses. In it, every operation of a private
-layer must receive rows of zeros for these samples, and for the other samples the same rows as in
-the training backward. The forward is also repeated with some samples replaced, see `Call`.
+An extra backward gives some losses the weight 0. In it, every operation of a private layer must
+receive rows of zeros for the samples of weight 0, and the rows of the training backward for the
+others. The forward is also repeated with some samples replaced, see `Call`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .backward_rows import BackwardRows, ProvableBackward, differentiate
 from .comparison import changed_use
 from .forward_rows import is_scalar
 
-# The number of samples, of one or several batches, after which a model counts as proven.
+# Number of compared samples, over all batches, after which a model counts as proven.
 _ENOUGH = 16
-# While something is unproven, the first 8 batches are tried, later batches at powers of two.
+# While a name is unproven, the first 8 batches are tried, and later batches at powers of two.
 _ALL_TRIED = 8
 
 _EXCHANGE = "the proof of the first batch"
@@ -119,7 +119,7 @@ class _Mode:
         refusal: why a scalar that the model returns is not accepted as its loss, or None.
     """
 
-    # Some models have no arguments in which samples could be replaced.
+    # Patient, since some models have no arguments in which samples could be replaced.
     layers: _Progress = field(default_factory=lambda: _Progress(is_patient=True))
     uses: _Progress = field(default_factory=_Progress)
     is_trained: bool = False
@@ -155,13 +155,13 @@ class Proof:
         self._modes: dict[bytes, _Mode] = {}
         self._mode = _Mode()
         self._calls = 0
-        # Whether a forward was repeated since the last backward; None if there was no forward.
+        # Whether the forward since the last backward was repeated; None if there was none.
         self._repeated: bool | None = None
         self.resting: tuple[Watch, ...] = (_Idle(self),) if is_on else ()
 
     @property
     def verified(self) -> bool | Literal["pending", "gradients", "forward"]:
-        """True once both halves are proven; "gradients" or "forward" if only that half can be."""
+        """True once both halves are proven; "gradients" or "forward" if only one can be proven."""
         if not self.is_on:
             return False
         modes = [mode for mode in self._modes.values() if mode.is_trained] or [_Mode()]
@@ -197,7 +197,6 @@ class Proof:
         self._modes.clear()
 
     def _enter_mode(self) -> None:
-        """Continue the proof for the current training flags."""
         flags = bytes([module.training for module in self._modules])
         self._mode = self._modes.setdefault(flags, _Mode())
         self._repeated = bool(self._repeated)
@@ -258,7 +257,7 @@ class Proof:
         return any(row[0] for row in gather_rows([flag], self.group, _EXCHANGE))
 
     def draw(self, values: Callable[[np.random.Generator], Tensor]) -> Tensor:
-        """Draw secret int64 numbers, the same on all ranks that hold parts of the same samples."""
+        """Draw secret int64 numbers, equal on all ranks that hold parts of the same samples."""
         own = values(np.random.default_rng(_secret())).numpy().astype("<i8").tobytes()
         drawn = broadcast_from_first(own, self._context, _EXCHANGE)
         return torch.from_numpy(np.frombuffer(drawn, dtype="<i8").astype(np.int64))
@@ -280,7 +279,7 @@ class Proof:
         mode.is_trained = True
         if is_new := mode.layers.record(used):
             mode.layers.restart()
-        # A single sample proves nothing here, but all ranks prove if another rank wants to.
+        # One sample proves nothing, but if another rank wants a proof, all ranks take part.
         if size < 2:
             return False
         mode.layers.missed |= not repeated
@@ -336,15 +335,15 @@ class Proof:
     def cross(
         self, outputs: Any, size: int, owner: ProvableBackward, *, is_altered: bool = False
     ) -> Any:
-        """Wrap the model's outputs, so that a scalar loss's backward is proven from them on.
+        """Wrap the model's outputs, at which the proof of a scalar loss's backward begins.
 
         Outputs for an altered microbatch are wrapped too, so that both backwards are the same.
 
-        The samples' terms in a scalar cannot be weighted; its gradient's rows at the outputs can.
-        Reductions to a scalar are tested only if `declared_reduction` recognizes them.
+        Terms of a scalar cannot be given weights, but the rows of the scalar's gradient at the
+        outputs can. So the reduction itself is tested only if `declared_reduction` recognizes it.
         """
         uses = self._mode.uses
-        # With ranks, `is_due` may differ, as other ranks do not know of new operations here.
+        # With ranks, `is_due` may differ: other ranks do not know of this rank's new operations.
         wanted = uses.is_due() if self.group is None else uses.is_pending
         crossing = list({id(x): x for _, x in tensors_of(outputs) if x.requires_grad}.values())
         refusal = self._mode.refusal
@@ -365,7 +364,7 @@ class Proof:
                 raise PrivateRefusal(refusal) from None
             owner.refuse_reduction([x for x, _ in reached], [g for _, g in reached], size)
             if proof._calls == 1 and all(x.ndim and x.shape[0] == size for x, _ in reached):
-                # Autograd also runs layers of outputs that the loss does not use, with zeros.
+                # Zeros for outputs that the loss does not use: autograd runs their layers too.
                 pairs = zip(inner, grads, strict=True)
                 rows = [(x, g) for x, g in pairs if x.shape[:1] == (size,)]
                 seeds = [torch.zeros_like(x) if g is None else g for x, g in rows]
@@ -399,7 +398,7 @@ class Proof:
         )
 
     def _record_uses(self, gate: WatchedGate, samples: int, found: list[int]) -> None:
-        """Record the result of each of a gate's parameters: 0 not seen, 1 seen, 2 proven."""
+        """Record `found`, by parameter of a gate: 0 not seen, 1 seen, 2 proven."""
         rows = gather_rows([samples, *found], self.group, _EXCHANGE)
         best = [max(column) for column in zip(*rows, strict=True)]
         uses = self._mode.uses
@@ -424,7 +423,7 @@ class _Idle:
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
         uses, slot = self._proof._mode.uses, (gate.index, position)
         if slot in uses.unproven:
-            # Unproven since its gradients were all zero: try again if they are nonzero now.
+            # Unproven, since all its gradients were zero: try again if they are nonzero now.
             uses.woken = uses.woken or bool(rows[0].any())
         elif uses.samples and uses.record([slot]):
             uses.restart()
@@ -440,7 +439,7 @@ class ComparedBackward(BackwardRows):
 
     Args:
         proof: the proof of the model.
-        before: the earlier backward: of the losses of some samples, or of an altered microbatch.
+        before: the earlier backward, of the losses of some samples or of an altered microbatch.
         kept: `[B]`, bool: samples whose rows must be the same in both backwards.
         text: the message if rows differ, into which the layer's name is formatted.
         refused: function that is called with the message.
@@ -472,7 +471,7 @@ class ComparedBackward(BackwardRows):
         try:
             self._proof.refuse(refusal)
         except PrivateRefusal as error:
-            # Stored, so that a loop that catches the error receives the error again.
+            # Report the message, so that a loop that catches the error gets the error again.
             self._refused(str(error))
             raise
         included = self.real & ~self.left_out & ~self._before.left_out
@@ -486,13 +485,13 @@ class ComparedBackward(BackwardRows):
         self._proof._record_uses(gate, samples, found)
 
     def _shows(self, rows: Tensor) -> bool:
-        """Whether `rows` `[B]` has kept samples to compare, and others that were changed."""
+        """Whether `rows` `[B]` includes both a sample to compare and a changed sample."""
         kept, others = rows & self._kept, rows & ~self._kept
         return bool(kept.any()) and (len(rows) == 1 or bool(others.any()))
 
 
 class _Crossing(torch.autograd.Function):
-    """Identity on the model's outputs; its backward receives all their gradients at once."""
+    """Identity on the model's outputs; its backward gets the gradients of all outputs at once."""
 
     @staticmethod
     def forward(
@@ -503,7 +502,7 @@ class _Crossing(torch.autograd.Function):
         ctx.prove = prove
         ctx.outputs = outputs
         ctx.set_materialize_grads(False)
-        # Cloned, since the user may change the outputs in place.
+        # Clone the outputs, which the user may change in place.
         return tuple(x.clone() for x in outputs)
 
     @staticmethod

@@ -38,7 +38,7 @@ class Recording:
 
     @property
     def had_backward(self) -> bool:
-        """Whether there was a backward of losses, not only a backward for gradients of inputs."""
+        """Whether there was a backward of losses, and not only one for gradients of inputs."""
         backward = self.backward
         return self.losses is not None or (backward is not None and backward.has_met_gate)
 
@@ -57,8 +57,8 @@ class Recording:
     def watch_row(self) -> BackwardRows:
         """Begin to watch the backward of the next sample of a batch that is taken apart.
 
-        The later run may round differently: a recurrent layer pads each sample to the longest
-        sample that the layer has received so far.
+        The later run may round differently, since a recurrent layer pads each sample to the
+        longest sample that the layer has received so far.
         """
         one = torch.ones(1, dtype=torch.bool)
         watch = BackwardRows(one, one, rounds=True)

@@ -30,7 +30,7 @@ def entries_of(batch: Any, size: int) -> Iterator[tuple[str, Tensor]]:
 def mask_sums(batch: Any, size: int) -> Iterator[Tensor]:
     """Yield, for each mask in a batch, the number of ones in each row, `[B]`, fp64."""
     for _, x in entries_of(batch, size):
-        # torch cannot compare numbers of every 8-bit floating-point type.
+        # Not float8: torch cannot compare numbers of every 8-bit floating-point dtype.
         if x.ndim < 2 or not x.numel() or x.itemsize == 1 and x.is_floating_point():
             continue
         if bool(((x == 0) | (x == 1)).all()):
@@ -59,17 +59,18 @@ def exchanged(
 
     Rows are the entries of tensors and arrays whose first dimension is `size`, and the elements of
     lists of length `size`. A list of `size` tensors, each with first dimension `size`, is
-    ambiguous: the tensors may be batches, or samples as long as the batch. Then no part has rows.
-    But dicts with the same keys are samples, and tensors in the outermost list are fields of the
-    batch.
+    ambiguous: the tensors may be batches, or samples as long as the batch. If a batch has such a
+    list, no part of the batch counts as rows, with two exceptions: dicts with the same keys are
+    samples, and tensors in the outermost list are fields of the batch.
 
     Args:
         batch: the batch, which is not changed.
         rows: for each row of the copy, the number of the row that it contains.
         size: the number of rows; with units, the number of their positions.
         units: the samples if they are not single rows; tensors that describe units stay.
-        lengths: lengths of the samples if the batch is the arguments of a model, else None. Lists
-            of other numbers are settings then; these and ambiguous lists are copied unchanged.
+        lengths: lengths of the samples if the batch is the arguments of a model, else None. With
+            `lengths`, lists of other numbers count as settings; settings and ambiguous lists are
+            copied unchanged.
     """
     shape = (size,) if units is None else units.shape
     has_rows = is_unclear = False
@@ -111,7 +112,7 @@ def exchanged(
 
 
 def _chosen(x: Tensor, rows: list[int], dims: int) -> Tensor:
-    """Return rows of a tensor; its first `dims` dimensions, flattened, number the rows."""
+    """Return some rows of a tensor, numbered over its first `dims` dimensions, flattened."""
     index = torch.tensor(rows, dtype=torch.int64, device=x.device)
     if x.layout != torch.strided:
         chosen = x.detach().to_sparse_coo().index_select(0, index)
@@ -144,7 +145,7 @@ def _kinds(parts: Sequence[Any]) -> set[Any]:
 
 def _is_batch(value: Any, size: int) -> bool:
     if isinstance(value, list | tuple) and len(value) == size:
-        # The fields of a sample with `size` fields would have several types.
+        # Elements of several types are the fields of one sample with `size` fields.
         return len(_kinds(value)) == 1
     leaves = [leaf for _, leaf in leaves_of(value, kinds=(Tensor, np.ndarray, str, int))]
     return bool(leaves) and all(

@@ -35,10 +35,10 @@ class Sandbox:
     """Saves the state of model and loop, and restores it after each run of a microbatch.
 
     Values that the loop sets before the first forward (a learning rate, `model.tau`) are not
-    restored, since the loop may set them only once: the other runs of a microbatch, and the
-    microbatch itself, get the values of the first run. Numbers that the loop sets after the
-    microbatch but not after its other runs, as with `if loader.is_last`, are kept too. The loader
-    seeds the global generators with the same seed for each run.
+    restored, since the loop may set such values only once. So the later runs of a microbatch, and
+    the microbatch itself, have the values of the first run. Numbers that the loop sets only after
+    the microbatch itself (as with `if loader.is_last`) are not restored either. The loader seeds
+    the global generators with the same seed for each run.
 
     Args:
         modules: (name, module) of the model; the modules' own attributes are restored.
@@ -139,7 +139,7 @@ class Sandbox:
         """
         if self._options is not None and self._behind is not None:
             changed = self._behind.changed_otherwise(self._options, self._present())
-            # Once is allowed: a loop that sets options by releases may be changing one now.
+            # One change is allowed: a loop that sets options by releases may change one now.
             self._counts += changed is not None
             if changed is not None and self._counts > 1:
                 raise PrivateRefusal(_COUNTED.format(changed)) from None

@@ -1,8 +1,8 @@
 """Schedule: decides which microbatches are tried, that is, run with altered samples first.
 
-Tried are the microbatches of the first logical batches, since most batches show a dependence
-between samples, and of a few later logical batches. Also tried are microbatches with a label, or
-an operation of the model or the loop, that no trial had.
+The microbatches of the first logical batches and of a few later ones are tried: a dependence
+between samples shows in most batches. A microbatch is also tried if it has a label, or an
+operation of the model or the loop, that no trial had.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..packing import Units
 from ..verification.nested import tensors_of
 from .labels import ReplacedLabels
 
-# All microbatches of the first logical batches are tried, and of later ones at powers of two. The
-# first microbatch alone is not enough: it has the longest documents, maybe a single one.
+# Number of first logical batches that are tried; later ones are tried at powers of two. All of
+# their microbatches are tried, since the first may hold a single document, the longest one.
 _ALL_TRIED = 4
-# Number of the last tried logical batch if microbatches keep their shapes and nothing is new.
+# Last logical batch that is tried if shapes stay the same and no label or operation is new.
 _LAST_TRIED = 64
-# New operations restart trials at most this often: more of them depend on the data.
+# New operations restart trials this often at most; further ones seem to depend on the data.
 _MOST_PATHS = 8
 # Small logical batches are tried until they have this many samples in expectation.
 _ENOUGH = 16

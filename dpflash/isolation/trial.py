@@ -28,7 +28,7 @@ from .recording import Recording
 from .sandbox import Sandbox
 from .schedule import Schedule
 
-# Rows that must be compared one at a time before `engine.verified` is "by construction".
+# Number of rows to compare one at a time before `engine.verified` is "by construction".
 _ENOUGH = 16
 
 _CHANGED = (
@@ -115,7 +115,7 @@ class Trial:
 
     def is_due(self, microbatch: int) -> bool:
         """Return whether to try this microbatch of its logical batch; the same on all ranks."""
-        # The model is not restored here: the user may have changed it since the last run.
+        # Do not restore the model, which the user may have changed since the last run.
         self.is_altered = False
         self.finish()
         if not microbatch:
@@ -126,7 +126,7 @@ class Trial:
         return due
 
     def begin_backward(self) -> None:
-        """Begin a backward; if its microbatch was fetched under no_grad, try later ones."""
+        """Begin a backward. Try later microbatches if this one was fetched under no_grad."""
         self.has_begun |= self.schedule.begin_backward()
 
     def has_new_path(self) -> bool:
@@ -153,7 +153,7 @@ class Trial:
         if isinstance(batch, PackedBatch):
             real = torch.tensor([start < end for start, end in batch.units.spans])
         if alteration.is_single(batch, size):
-            # Altered runs had other samples before this sample, which must not change its results.
+            # Other samples came before in altered runs, which must not change a sample's results.
             self._number += 1
             before = self._before if self._number % 2 else None
             one = torch.ones(size, dtype=torch.bool) if real is None else real
@@ -177,7 +177,7 @@ class Trial:
         return self._alteration
 
     def end(self) -> None:
-        """End the altered microbatch; the microbatch itself begins in the same state."""
+        """End the altered microbatch, and restore the state for the microbatch itself."""
         self._of_altered = self.sandbox.attributes()
         self.sandbox.leave()
         self.is_altered = False
@@ -223,7 +223,7 @@ class Trial:
 
     @property
     def held_backward(self) -> tuple[BackwardRows, Tensor] | None:
-        """(The altered microbatch's rows in this backward; `[B]`, bool: the samples it kept)."""
+        """(Rows of the altered microbatch's backward, samples with kept contents `[B]`, bool)."""
         found, altered = self._alteration, self.altered
         if found is None or altered is None:
             return None
@@ -241,7 +241,7 @@ class Trial:
 
     @property
     def decides(self) -> bool:
-        """Whether a comparison of this microbatch is due, or an earlier microbatch failed."""
+        """Whether this microbatch is to be compared, or an earlier one failed its comparison."""
         return self._alteration is not None or self._refused is not None
 
     def restart(self, refusal: str) -> None:
@@ -284,7 +284,7 @@ class Trial:
         return _GRADIENT if declared is None else _REDUCTION.format(declared=declared)
 
     def refusal_of_batch(self, given: list[Tensor]) -> str | None:
-        """Return a message if kept rows of a batch run row by row differ from the altered batch's.
+        """Return a message if rows of kept samples are not those of the altered batch, or None.
 
         Args:
             given: digests `[U]` of the batch's tensors.
@@ -295,7 +295,7 @@ class Trial:
         return _CHANGED if changed is None or bool((changed & self.kept).any()) else None
 
     def refusal_of(self, row: int, loss: Tensor) -> str | None:
-        """Return a message if the loss `[1]` of a kept row differs from the altered microbatch's.
+        """Return a message if a kept row's loss `[1]` is not that in the altered microbatch.
 
         The backward of the row is compared afterwards.
         """
@@ -305,7 +305,7 @@ class Trial:
             return self._refused
         if before is None:
             return _CALLS
-        # A recurrent layer pads each row to the longest row so far, so rounding may differ.
+        # Rounding may differ, since a recurrent layer pads each row to the longest row so far.
         rounding = torch.finfo(loss.dtype).eps ** (2 / 3)
         one = found.kept[row : row + 1]
         same = not changed_losses(before[row : row + 1], loss, one, rounding=rounding).any()
@@ -319,7 +319,7 @@ class Trial:
         return None if self.altered is None else self.altered.losses
 
     def refusal(self, losses: Tensor) -> str | None:
-        """Return a message if losses `[U]` of the batch differ from the altered microbatch's."""
+        """Return a message if losses `[U]` of kept samples changed in the altered microbatch."""
         found, altered, before = self._alteration, self.altered, self._held
         if found is not None:
             if before is None or altered is None or self._calls != len(altered.calls):

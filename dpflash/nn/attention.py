@@ -341,7 +341,6 @@ class MultiheadAttention(nn.Module):
     def _attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, inner: Pattern
     ) -> Tensor:
-        """Return attention `[1, H, N, D]` within the documents of one row."""
         return attention(
             q,
             k,
@@ -374,7 +373,6 @@ class MultiheadAttention(nn.Module):
             raise ValueError(f"cu_seqlens with {reason}")
 
     def _merged(self, o: Tensor) -> Tensor:
-        """Concatenate the heads of o `[B, H, T, D]` and apply the output projection."""
         out: Tensor = self.out_proj(o.transpose(1, 2).flatten(2))
         return out
 

@@ -26,8 +26,8 @@ _INIT_STD = 0.02
 class LongContextLM(nn.Module):
     """Decoder-only language model: token embedding, causal blocks, a final norm and a head.
 
-    Weights are initialized as in GPT-2, from a normal distribution of std 0.02; for projections
-    that write into the residual stream this std is divided by ``sqrt(2 * num_layers)``.
+    Weights are initialized as in GPT-2, from a normal distribution of std 0.02. For projections
+    that write into the residual stream, the std is divided by ``sqrt(2 * num_layers)``.
 
     Args:
         vocab_size: V.
@@ -250,7 +250,7 @@ class LongContextLM(nn.Module):
             # [1, T], not [T]: dimension 0 of every layer's input is the batch.
             position_ids = positions.unsqueeze(0) if packed is None else packed.position_ids
             if torch.compiler.is_compiling():
-                # A compiled private layer must read the batch size from dimension 0.
+                # A compiled private layer reads the batch size from dimension 0.
                 position_ids = position_ids.expand_as(tokens)
             x = x + self.position_embedding(position_ids)
         x = self.embedding_dropout(x)
@@ -286,7 +286,7 @@ class LongContextLM(nn.Module):
         cu_seqlens: tuple[int, ...] | None,
         units: Units | None,
     ) -> Context:
-        """Return the Context of this forward, checked once for all blocks and the losses."""
+        """Return the Context of this forward, on which ranks agree once for blocks and losses."""
         assert self.context_parallel is not None
         rows, per_rank = tokens.shape
         return self.context_parallel.agree(

@@ -35,17 +35,17 @@ class Banded:
     Args:
         bands: b >= 1. With b = 1 the noise is independent.
         coefficients: c_0 = 1 >= c_1 >= ... >= c_(b-1) >= 0, each rounded to a multiple of 2^-8.
-            The default, which suits about b steps, is the first b coefficients of the square root
-            of the prefix sums; `optimized` finds better coefficients for longer runs.
+            The default is the first b coefficients of the square root of the prefix sums, which
+            suits about b steps. `optimized` finds better coefficients for longer runs.
 
     Raises:
         ValueError: an argument is out of its range.
 
     Guarantees:
         Contributions of one unit that are at least b steps apart affect disjoint rows of C, so
-        sensitivities are exact for any direction and sign of the contributions. Because the
-        coefficients do not increase, their polynomial has no zeros inside the unit circle, so y
-        does not grow exponentially.
+        sensitivities are exact for any direction and sign of the contributions. The coefficients
+        do not increase, so the polynomial of c has no zeros inside the unit circle. So y does not
+        grow exponentially.
 
     Source:
         Choquette-Choo et al. 2023 (arXiv 2306.08153); Toeplitz: McKenna 2024 (arXiv 2405.15913),
@@ -113,7 +113,8 @@ class Banded:
             The root of the sum of the squared norms of C's columns 0, separation, 2 separation,
             ..., one for each contribution; the last column ends at T. The exact value is rounded
             up to a float. Contributions of the full bound attain it. Without sampling, releases
-            are one Gaussian mechanism of noise_multiplier * noise_scale() / sensitivity.
+            are one Gaussian mechanism, with noise multiplier noise_multiplier * noise_scale() /
+            sensitivity.
 
         Raises:
             ValueError: separation is below b, or an argument is not positive.

@@ -45,8 +45,8 @@ class BandsOfRun:
         """`expected_error` / steps, the error if the learning rates of all steps add up to 1.
 
         Use it to compare runs with different numbers of steps: the learning rate then grows with
-        the batch size, and falls with the epochs. This is the error by the noise alone. It ignores
-        that a model learns less in fewer and larger steps, or more in more epochs.
+        the batch size, and falls with the epochs. This is the error by the noise alone. That a
+        model learns less in fewer, larger steps, or more in more epochs, is not counted.
         """
         return self.expected_error / self.steps
 
@@ -75,7 +75,8 @@ def compare_bands(
         target_epsilon, target_delta, accountant: see `dpflash.accounting.get_noise_multiplier`.
         bands: numbers of bands to compare, each at most the number of steps and
             num_samples / batch_size; None for powers of two from 1 on, until the error has risen
-            twice. Noise of several bands that training could not draw exactly is left out.
+            twice. Numbers of bands for which training could not draw the noise exactly are left
+            out.
         parameters: the number of elements of the trained parameters; pass it with max_memory.
         max_memory: leave out noise whose tensors (`Banded.state_bytes`) need more bytes than this.
         momentum, weight_decay: see `Banded.expected_error`.
@@ -142,7 +143,7 @@ def compare_bands(
             )
             found.append(run)
             errors.append(run.expected_error)
-            # Beyond the number of bands with the smallest error, the error only increases.
+            # Stop: above the number of bands with the smallest error, errors only increase.
             if bands is None and len(errors) > 2 and errors[-3] < errors[-2] < errors[-1]:
                 break
     if not found:

@@ -30,14 +30,14 @@ def squared_errors(coefficients: _Array, responses: _Array) -> _Array:
 
 
 def square_root(bands: int) -> _Array:
-    """Return binom(2 i, i) / 4^i, `[b]`: the coefficients of C, where C C computes prefix sums."""
+    """Return binom(2 i, i) / 4^i, `[b]`: the coefficients of C with C C = prefix sums."""
     i = np.arange(1, bands)
     return np.cumprod(np.concatenate([[1.0], (2 * i - 1) / (2 * i)]))
 
 
 @functools.lru_cache(maxsize=256)
 def optimized(bands: int, steps: int, momentum: float, weight_decay: float) -> tuple[float, ...]:
-    """Find coefficients, c_0 = 1, that minimize mean squared error times squared column norm."""
+    """Find coefficients with c_0 = 1 that minimize (mean squared error) * (norm of c)^2."""
     from scipy.optimize import minimize
     from scipy.signal import correlate
 
@@ -45,7 +45,7 @@ def optimized(bands: int, steps: int, momentum: float, weight_decay: float) -> t
     weights = np.arange(steps, 0, -1) / steps  # fraction of B's rows that contain each B_i
 
     def loss(free: _Array) -> tuple[float, _Array]:
-        """Return log(|c|^2 sum of w_i B_i^2) and its gradient, for power series B = A / C."""
+        """Return log(|c|^2 sum of w_i B_i^2) and its gradient; B = A / C as power series."""
         c = np.concatenate([[1.0], free])
         b = divided(responses, c)
         norm, error = c @ c, (weights * b) @ b

@@ -16,7 +16,7 @@ were rounded to the grid first, the release would also depend on fractions of C 
 
 from collections.abc import Sequence
 
-# With more bits, z would have to be smaller to be exact in float64 (`dpflash.kernels.noise`).
+# With more bits, z would be exact in float64 only if it were smaller (`dpflash.kernels.noise`).
 FRACTION_BITS = 8
 # The standard deviation of z over the bound must be below this: `_validate._MOST_NOISE` / 2^8.
 MOST_NOISE = 2.0**6
@@ -39,7 +39,7 @@ def correlated(z: Sequence[int], integers: Sequence[int]) -> list[int]:
 
 
 def independent(y: Sequence[int], integers: Sequence[int]) -> list[int]:
-    """Return C y in units of 2^-8 of the grid; it is z up to a rounding of half a grid unit."""
+    """Return C y in units of 2^-8 of the grid, which is z up to half a grid unit of rounding."""
     return [(value << FRACTION_BITS) + _past(y[:t], integers) for t, value in enumerate(y)]
 
 

@@ -32,7 +32,7 @@ class AdamBC(torch.optim.Optimizer):
         floor: lower bound of the second moment, as a fraction of the noise's variance, > 0. A step
             is at most 1 / sqrt(floor) times as long as if only the noise were in the denominator.
             None means 3 sqrt(2 (1 - beta2) / (1 + beta2)), 0.09 for the default betas: three
-            standard deviations of v, divided by its mean, if gradients are noise alone. The
+            standard deviations of v, divided by the mean of v, if gradients are noise alone. The
             paper's floor, gamma', is an absolute value, which must be chosen for each noise.
 
     Guarantees:

@@ -13,9 +13,9 @@ so a replay cannot repeat them.
     optimizer.step():  as usual
 
 Calls that cannot be captured run layer by layer, and `engine.optimization` reports the reason.
-These are calls on batches of an isolation test, with random masks, with hooks or without
-instantiated per-sample gradients, and calls in which the model keeps results, or reads or writes
-tensors other than its arguments, parameters and buffers: a replay would use another batch's.
+These are calls on batches of an isolation test, and calls with random masks, with hooks, or
+without instantiated per-sample gradients. The model must keep no results, and read and write no
+tensors but its arguments, parameters and buffers: a replay would use another batch's.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from .levels import Optimization
 
 _log = logging.getLogger(__name__)
 
-# Limits of the number of kinds of batches that are captured, of kinds whose calls are counted, of
-# a kind's calls before its capture, and of the times that the model's tensors change addresses.
+# Limits: kinds of batches that are captured, kinds whose calls are counted, calls of a kind before
+# it is captured, changes of the addresses of the model's tensors.
 _MOST_KINDS, _MOST_SEEN, _EAGER_CALLS, _MOST_MOVES = 4, 64, 3, 3
-# Allowed relative difference between a replay and eager layers, since kernels may reorder sums.
+# Allowed relative difference between a replay and eager layers: kernels may reorder sums.
 _ROUNDING = 2.0**-7
 _PLAIN = (type(None), bool, int, float, str)
 _OFF = "; or pass PerformanceConfig(cuda_graph=False)"
@@ -148,10 +148,10 @@ class CapturedCalls:
 
     @property
     def sentence(self) -> str:
-        """A sentence that says which calls are captured, or why no call is captured."""
+        """A sentence on which calls are captured, or why none is."""
         if self._is_off or not any(self._found.values()):
             return f"left out: CUDA graphs, since {self._why}"
-        # Do not name the shapes, which are private if a batch's longest sample determines them.
+        # Do not name shapes, which are private if the longest sample of a batch determines them.
         return "CUDA graphs: forward and backward of batches of frequent shapes"
 
     def outputs(
@@ -202,7 +202,6 @@ class CapturedCalls:
         return self._replayed(call, tensors)
 
     def _leave_place(self) -> None:
-        """Drop all graphs, since tensors of the model have other addresses now."""
         self._found.clear()
         self._counts.clear()
         self._moves += 1
@@ -287,7 +286,7 @@ class _CapturedCall:
         recorder: Recorder = CudaGraphs(_device(backward))
         _refuse_hooks(module)
         self._module, self._backward = module, backward
-        # Graphs read these tensors by address, so they would not see tensors that replace them.
+        # Graphs read these tensors by address, so graphs would not see tensors that replace these.
         self._held = _tensors_in(module)
         self._places = _places(self._held)
         leaves, structure = tree_flatten(arguments)
@@ -341,16 +340,16 @@ class _CapturedCall:
         return flat, structure
 
     def _differentiate(self) -> None:
-        # Stop at the gates' stand-ins: AccumulateGrad nodes would run on streams of their own.
+        # Stop at the gates' stand-ins, since AccumulateGrad nodes would run on other streams.
         ends = list(self._rules.stand_ins.values())
         with without_autocast(_device(self._backward).type):
             torch.autograd.grad(self.roots, ends, self._grads, allow_unused=True)
 
     def _first(self) -> list[Tensor]:
-        """Run layer by layer, and return outputs and sums to compare with those of a replay."""
+        """Run layer by layer; return outputs and sums, with which a replay is compared."""
         device = _device(self._backward)
         before = RandomState(device)
-        # The first run makes the sums and kernels' persistent buffers; the second adds in place.
+        # The first run creates sums and persistent buffers of kernels. The second adds to these.
         self._run()
         self._grads = [torch.ones_like(x) for x in self.roots]
         self._differentiate()
@@ -412,7 +411,7 @@ class _CapturedCall:
         self._versions = [x._version for x in self._of_forward()]
 
     def _of_forward(self) -> list[Tensor]:
-        """Return tensors that the backward reads, which must not change after the forward."""
+        """Return the tensors that must not change between a forward and its backward."""
         return [*(x for x in self._flat if isinstance(x, Tensor)), *self._held]
 
     def take(self, grads: Sequence[Tensor | None]) -> None:
@@ -445,7 +444,7 @@ class _CapturedCall:
                 "backward clips to the earlier value: set max_grad_norm between steps" + _OFF
             ) from None
         self._rows.copy(step.rows)
-        # Clear each sum, unless it is the logical batch's own sum, to which the replay adds.
+        # Clear each sum, except sums of the logical batch, to which the replay adds.
         self._clear(total for p, total in self._sums.items() if step.sums.get(p) is not total)
         self._replay_backward()
         for squares, factors in self._noted.found:
@@ -455,7 +454,7 @@ class _CapturedCall:
 
 
 class _Replay(torch.autograd.Function):
-    """The replayed forward; its backward copies the outputs' gradients to the backward graph."""
+    """The replayed forward. Its backward copies the outputs' gradients for the backward graph."""
 
     @staticmethod
     def forward(ctx: Any, call: _CapturedCall, handle: Tensor) -> tuple[Tensor, ...]:
@@ -508,7 +507,7 @@ class _Seen(TorchDispatchMode):
         return made is not None and not made.expired()
 
     def refusal(self) -> str | None:
-        """Return why the forward cannot be captured, or None; call it after deleting outputs."""
+        """Return why the forward cannot be captured, or None. Delete outputs before the call."""
         gc.collect()
         if self._refusal is None and not all(made.expired() for made in self._made.values()):
             return "its forward keeps tensors that it does not return, on the model or in a list"
@@ -557,8 +556,6 @@ class _ReplayedGate(Gate):
 
 
 class _Rows(RealRows):
-    """The mask of real rows, in a tensor that graphs read."""
-
     def __init__(self) -> None:
         super().__init__(lambda rows: None)
         self._mask = torch.empty(0)
@@ -579,14 +576,14 @@ class _Rows(RealRows):
 
 
 class _Captured:
-    """Takes the logical batch's place in a capture: the graphs add to its sums, without noise."""
+    """Replaces the logical batch during a capture. Graphs add clipped sums to its `sums`."""
 
     def __init__(self, sums: ClippedSums):
         self.sums = sums
         self.rows = _Rows()
 
     def before_gate(self) -> None:
-        """Do nothing: each replay's gate calls this method of the logical batch itself."""
+        """Do nothing: the gate of each replay calls `before_gate` of the logical batch."""
 
     def begin_trial(self) -> None:
         """Do nothing, since isolation tests (trials) are not captured."""
@@ -630,7 +627,7 @@ def _static_sums(step: PrivateStep) -> ClippedSums:
 
 
 def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
-    """Return numbers, flags and strings in modules' attributes, which a forward may read."""
+    """Return the numbers, flags and strings in modules' attributes, which forwards may read."""
     return tuple(
         (name, type(x), x)
         for m in module.modules()
@@ -642,7 +639,7 @@ def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
 def _refuse_hooks(module: nn.Module) -> None:
     for name, m in module.named_modules():
         hooks = [m._backward_hooks, m._backward_pre_hooks]
-        # Forward hooks of the model itself run outside of the captured forward, so they may stay.
+        # Forward hooks of the model itself may stay: they run outside of the captured forward.
         hooks += [m._forward_hooks, m._forward_pre_hooks] if name else []
         if any(hooks):
             raise NotCaptured(f"module '{name}' has hooks, which a replay would not call")

@@ -17,8 +17,8 @@ from ..grad_rules.convert import Layer
 from ..grad_rules.linear import PrivateConv1D, PrivateLinear
 from .levels import Optimization
 
-# e4m3 products need dimensions that are multiples of 16. Products of narrow layers, such as
-# adapters, are limited by memory traffic, and float8 casts would add memory traffic.
+# e4m3 products need dimensions that are multiples of 16. Memory traffic limits the products of
+# narrow layers, such as adapters, and float8 casts would add to this traffic.
 _MULTIPLE, _LEAST = 16, 64
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NAMED = 3  # largest number of layers that a sentence names
@@ -34,7 +34,7 @@ def with_float8(
 
     Raises:
         ValueError: parameters are sharded, no layer supports float8, or the model computes in
-            float32 on a device other than the CPU: its trials tolerate float32 rounding alone.
+            float32 on a device other than the CPU, where trials tolerate float32 rounding alone.
     """
     sharded = next((n for n, p in module.named_parameters() if is_sharded(p)), None)
     if sharded is not None:

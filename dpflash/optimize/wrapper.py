@@ -1,8 +1,8 @@
 """Wraps the model's forward: batch size, isolation test, autocast, torch.compile.
 
-Autocast and the compiler belong to the optimization level; clipping and noise run in the clipping
-gates' backward, outside of both. Until the model has passed the isolation test, each forward is
-repeated with other samples. Forwards seed random masks, see `dpflash.privacy.seeds`.
+The optimization level chooses autocast and compiler. Clipping and noise run in the clipping gates'
+backward, outside of both. Until the model has passed the isolation test, each forward is repeated
+with other samples. Forwards seed random masks, see `dpflash.privacy.seeds`.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ class ForwardWrapper:
         return describe(self._parameter_device, self._backend())
 
     def _backend(self) -> str:
-        """Return the attention backend that was set for the model, or else for the loop."""
+        """Return the attention backend of the model or, if none was set, of the loop."""
         asked = self._attention_backend
         asked = current_backend() if asked == AUTO else asked
-        # Both backwards of ghost clipping must give equal gradients; FAST does not ensure this.
+        # Both backwards of ghost clipping must give equal gradients, which FAST does not ensure.
         return AUTO if asked == FAST and self._backward.planner.may_be_ghost else asked
 
     def put(self) -> None:
@@ -143,7 +143,7 @@ class ForwardWrapper:
         Its layers do not clip, and a forward is neither tested nor seeded. The level's autocast
         and the checks of buffers and `state_dict` stay active.
         """
-        # The same class objects are restored on exit, since torch.compile guards on them.
+        # Restore these class objects on exit, and not equal ones: torch.compile guards on them.
         held = [(module, type(module)) for module, *_ in self._classes]
         with plain_layers(self._module):
             for module, _, _, plain in self._classes:
@@ -161,10 +161,10 @@ class ForwardWrapper:
 
     @contextlib.contextmanager
     def _refusing_private(self) -> Iterator[None]:
-        """Context in which calls of single layers raise if they get rows of the private loader."""
+        """Context in which calls of single layers with rows of the private loader raise."""
 
         def refuse(module: nn.Module, args: Any, kwargs: Any) -> None:
-            # Tensors with a grad_fn were computed by layers and have other rows.
+            # A tensor with a grad_fn was computed by a layer, so its rows are not the loader's.
             if not self._runs_plain:
                 self._refuse_private([x for x in _tensors((args, kwargs)) if x.grad_fn is None])
 
@@ -206,7 +206,7 @@ class ForwardWrapper:
             units = self._backward.forward.units
             rows = self._backward.forward.batch_hint or 0
             most = max(rows, most_samples(args, kwargs)) if units is None else units.size
-            # Several ranks would have to restart the test together, so they do not restart it.
+            # Do not restart with several ranks, which would have to restart the test together.
             if self.unchanged is not None and self._backward.proof.group is None:
                 self._restart_proof(self.unchanged.structure())
             trial, place_trial = self._backward.trial, self._backward.place_trial
@@ -223,7 +223,6 @@ class ForwardWrapper:
 
     @contextlib.contextmanager
     def _sandboxed(self) -> Iterator[None]:
-        """Notify the sandbox of trials when a forward begins and ends."""
         trial = self._backward.trial
         if trial is not None:
             with self._backward.step.noting_refusals():
@@ -269,7 +268,7 @@ class ForwardWrapper:
         kwargs: Any,
     ) -> Any:
         before = RandomState(self._parameter_device)
-        # Turn dropout off for the forward alone: after an error in the loop it would stay off.
+        # Turn dropout off for the forward alone: an error in the loop could leave it off.
         recorded = self._recorded(tensors, only_dtypes=True)
         with recorded as rows, place_trial.without_dropout, _noting_outputs(rows):
             outputs = self._eagerly(module, self._autocast_dtype(), args, kwargs)
@@ -307,7 +306,7 @@ class ForwardWrapper:
         """Run forwards whose rows are compared, and then the forward itself.
 
         The forward itself runs last, from the state at the beginning of the call, so that hooks
-        and objects hold its results and not those of the other forwards.
+        and objects hold the results of this forward.
         """
         with self._keeping_state() as before, self._backward.forward.aside():
             run = functools.partial(self._repeated, module, before)
@@ -357,7 +356,7 @@ class ForwardWrapper:
         refusal = refusal or mixed(first, second, unchanged)
         differing: list[str] = []
         if proof.is_any(bool(attributes.differing(kept_by_first))):
-            # Attributes may keep a sample that was not replaced: run with one sample in all rows.
+            # Attributes may keep a sample that was not replaced: run one sample in all rows.
             run(call.of_one(source))
             kept_by_second = self._attributes()
             differing = kept_by_first.differing(kept_by_second)
@@ -387,7 +386,7 @@ class ForwardWrapper:
         *,
         compares: bool = False,
     ) -> ForwardRows:
-        """Run a forward from `state`, with its attributes or the given attributes; return rows."""
+        """Run a forward from `state`, with `attributes` if given; return its recorded rows."""
         state.restore()
         (attributes or state.attributes).restore_copies()
         args, kwargs = copied(arguments)
@@ -444,7 +443,7 @@ class ForwardWrapper:
         return self._eagerly(module, dtype, args, kwargs)
 
     def _batch_size(self, tensors: list[Tensor]) -> int:
-        """Return the microbatch's number of rows if a tensor has it, else the first tensor's."""
+        """Return the loader's number of rows if a tensor has it, else that of the first tensor."""
         drawn = self._backward.forward.batch_hint
         first = [t.shape[0] for t in tensors]
         return drawn if drawn in first else next(iter(first), 0)
@@ -456,7 +455,7 @@ class ForwardWrapper:
         return self._batch_size(tensors) if size is None else size
 
     def _autocast_dtype(self) -> torch.dtype | None:
-        """Return the dtype of autocast; a region that the user opened takes precedence."""
+        """Return the dtype of autocast: that of the user's region, if any, or of the level."""
         if torch.is_autocast_enabled(self._device):
             return torch.get_autocast_dtype(self._device)
         return torch.bfloat16 if self._optimization.autocast else None
@@ -482,7 +481,7 @@ class ForwardWrapper:
 
     def _plainly(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._refuse_private(_tensors((args, kwargs)))
-        # Of the inner model, since the step averages public gradients over the ranks.
+        # Of the inner model, not of DDP: the step averages public gradients over the ranks.
         inner = module is self._module
         self._runs_plain = True
         try:
@@ -496,7 +495,7 @@ class ForwardWrapper:
                 self._seen.refuse_private(given)
 
     def _compiles(self, module: nn.Module) -> bool:
-        """Whether this call runs compiled: with gradients enabled, outside of a backward."""
+        """Whether this call runs compiled: gradients are enabled, and no backward runs."""
         return (
             self._compiled is not None
             and module is self._module
@@ -515,7 +514,7 @@ class ForwardWrapper:
                 outputs = forward(module, *args, **kwargs)
             return outputs.float() if widen and _is_low(outputs) else outputs
 
-        # The compiler counts recompilations per code object, so each model has its own copy.
+        # Copy the function: the compiler counts recompilations for each code object.
         own = types.FunctionType(
             run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__
         )
@@ -526,7 +525,7 @@ class ForwardWrapper:
     ) -> Any:
         handles = self._backward.forward.prepared_handles
         if not handles or handles[0][0].shape[0] != size:
-            # Only the private loader prepares handles, and this batch is not from that loader.
+            # The private loader prepares handles, but this batch is from elsewhere.
             self._backward.forward.prepare(size)
         if size > 1:
             for tensor in (
@@ -577,7 +576,7 @@ def _first_dimensions(tensors: list[Tensor]) -> frozenset[int]:
 
 @contextlib.contextmanager
 def _noting_outputs(rows: ForwardRows) -> Iterator[None]:
-    """Context that notes the output dtypes of all modules, also of frozen and autocast modules."""
+    """Context that records the output dtypes of all modules, frozen ones too."""
 
     def note(module: nn.Module, inputs: Any, outputs: Any) -> None:
         rows.dtypes.update(x.dtype for _, x in tensors_of(outputs))
@@ -621,13 +620,13 @@ def _class_with(original: type[nn.Module], methods: dict[str, Any]) -> type[nn.M
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     if not issubclass(original, PrivateModule):
         return type(original.__name__, (_Wrapped, original), {**methods, **names})
-    # Private modules find their plain class as the second base.
+    # The second base must be the plain class, which private modules look up there.
     rule, plain = original.__bases__
     return type(original.__name__, (type(rule.__name__, (rule,), methods), plain), names)
 
 
 def _guards(original: type[nn.Module], wrapper: ForwardWrapper, prefix: str) -> dict[str, Any]:
-    """Return methods that check the model's state before a save or copy, and note a load."""
+    """Return methods that check the model's state before a save or copy, or accept a load."""
     unchanged = wrapper.unchanged
     if unchanged is None:
         return {}

@@ -21,8 +21,8 @@ Parts = list[tuple[Tensor, Tensor | None]]
 IGNORED = -100
 # Padding is divided into pieces of 64 tokens.
 _PADDING = 64
-# A document that begins at a multiple of 64 tokens has the same position in SIMD vectors and in
-# tiles, whatever is packed before it.
+# A document that begins at a multiple of 64 tokens has the same place in SIMD vectors and tiles,
+# whatever documents are packed before it.
 EXACT_ALIGN = 64
 
 
@@ -36,8 +36,8 @@ class PackedBatch(dict[str, Tensor]):
     - ``position_ids`` `[R, T]`, int64: positions from the document's first token, or from the
       first token of each row if the document has several rows; 0 in padding.
     - ``cu_seqlens`` `[S]`, int32: borders of documents and of pieces of padding, as positions in
-      the concatenation of all rows. The last border is repeated up to length S, which depends on
-      U, R and T alone if each sample is one document.
+      the concatenation of all rows. The last border is repeated up to length S. If each sample is
+      one document, S depends on U, R and T alone.
 
     Attributes:
         units: the positions of the U documents; a document may have no position.
@@ -308,11 +308,11 @@ def _entries(units: Units, given: Sequence[Parts]) -> dict[str, Tensor]:
 
 
 def cu_seqlens_of(units: Units, inner: Iterable[int]) -> Tensor:
-    """Return ``cu_seqlens`` of a `PackedBatch`; `inner` holds the borders within samples."""
+    """Return ``cu_seqlens`` of a `PackedBatch`; `inner` are borders of documents in a sample."""
     rows, width = units.shape
     borders = {0, units.positions, *(end for span in units.spans for end in span), *inner}
     borders |= set(range(0, units.positions, width))
-    # Borders in the padding: otherwise attention in the padding would cost more than in documents.
+    # Divide the padding too: as one long piece, it would cost more attention than documents do.
     padded = (units.index == units.size).tolist()
     borders |= {t for t in range(0, units.positions, _PADDING) if padded[t]}
     most = 2 * (units.size + rows) + units.positions // _PADDING + 1

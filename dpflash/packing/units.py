@@ -149,14 +149,14 @@ class Units:
         return pad_sequence(entries, batch_first=True)
 
     def describes(self, x: Tensor) -> bool:
-        """Return whether x `[*shape]` holds unit numbers or positions of tokens, not contents."""
+        """Return whether x `[*shape]` holds numbers of units or positions, and not contents."""
         if self.are_rows or x.is_floating_point() or tuple(x.shape) != self.shape:
             return False
         flat, index = x.detach().flatten().cpu(), self.index
         own = index < self.size
         if torch.equal(flat[own], index[own].to(flat.dtype)):
             return True
-        # Positions count up by one within a unit; they may restart in each row.
+        # x holds positions if values increase by one within a unit; they may restart in each row.
         width = self.shape[-1]
         for start, end in self.spans:
             steps = torch.arange(start, end) % width
@@ -169,8 +169,8 @@ class Units:
         """Return `[N]`, int64: at each position, the position from which new contents come.
 
         Args:
-            source: `[U]`, int64: for each unit, the unit from which new contents come. These are
-                repeated or truncated to the length of the old contents.
+            source: `[U]`, int64: for each unit, the unit from which new contents come. The new
+                contents are repeated or truncated to the length of the old contents.
         """
         order = torch.arange(self.positions)
         for unit, other in enumerate(source.tolist()):

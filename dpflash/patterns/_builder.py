@@ -1,8 +1,8 @@
 """Builds the tables of a tile graph from arithmetic progressions of tokens or lists of blocks.
 
-Patterns list runs without regard to the band of causal attention. `make_graph` clips every run to
-the columns that some row of its group can reach, and drops empty runs. It sets a limit of the
-run's band to UNBOUNDED if the limit excludes no pair.
+Patterns list runs of columns as if attention was not causal. `make_graph` then clips every run to
+the columns that some row of its group may see, and drops empty runs. A run's band has two limits;
+a limit that excludes no pair becomes UNBOUNDED.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _merged(intervals: Ints, num_blocks: int) -> tuple[Ints, Ints, Ints]:
     """Sort intervals into (row, begin, end); merge those of a row that overlap or touch."""
     bounds = intervals[:, 1:].clip(0, num_blocks)
     kept = bounds[:, 0] < bounds[:, 1]
-    # The rows are laid one after another on one line, with a gap so that they never touch.
+    # Put the rows on one line, one after the other, with gaps so that rows never touch.
     offset = intervals[kept, 0] * (num_blocks + 1)
     order = np.argsort(offset + bounds[kept, 0], kind="stable")
     begin, end = (offset + bounds[kept, 0])[order], (offset + bounds[kept, 1])[order]
@@ -135,7 +135,7 @@ def _merged(intervals: Ints, num_blocks: int) -> tuple[Ints, Ints, Ints]:
 
 
 def _starts_group(row: Ints, begin: Ints, end: Ints, num_blocks: int) -> NDArray[np.bool_]:
-    """Return whether each block row sees other columns than the row before it: `[num_blocks]`."""
+    """Return, for each block row, whether it sees other columns than the row before: `[n]`."""
     counts = np.bincount(row, minlength=num_blocks)
     starts = np.ones(num_blocks, dtype=bool)
     starts[1:] = counts[1:] != counts[:-1]

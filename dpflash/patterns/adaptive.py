@@ -102,10 +102,10 @@ class Adaptive(Pattern):
     def choose_from_means(
         self, q_means: Tensor, k_means: Tensor, softmax_scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Choose as `choose`, from the blocks' means of q `[B, H, n, D]` and k `[B, G, n, D]`."""
+        """Like `choose`, but from the means of blocks, q `[B, H, n, D]` and k `[B, G, n, D]`."""
         k_means = k_means.repeat_interleave(q_means.shape[1] // k_means.shape[1], dim=1)
         if self.causal:
-            # Use the mean of the block before: that of the own block depends on later tokens.
+            # Use the previous block's mean, since the own block's mean depends on later tokens.
             q_means = F.pad(q_means, (0, 0, 1, 0))[:, :, :-1]
         n = q_means.shape[2]
         own = torch.arange(n, device=q_means.device).expand(*q_means.shape[:3]).unsqueeze(3)
@@ -119,15 +119,15 @@ class Adaptive(Pattern):
         return torch.cat((own, others), dim=3).int(), gates
 
     def _top(self, q_means: Tensor, k_means: Tensor, softmax_scale: float) -> Tensor:
-        """Return the K - 1 best blocks, not the own, `[B, H, n, K - 1]`; -1 if there are fewer."""
+        """Return the K - 1 best other blocks, `[B, H, n, K - 1]`, with -1 for missing blocks."""
         n = q_means.shape[2]
         kept = min(self.keep, n) - 1
         rows = max(1, _SCORES_AT_A_TIME // n)
         index = torch.arange(n, device=q_means.device)
         found = []
         for first in range(0, n, rows):
-            # The rounding of a product may depend on the number of samples. Products in float64,
-            # rounded to float32, make near-equal scores equal: no choice depends on other samples.
+            # The rounding of a product may depend on the number of samples. Compute products in
+            # float64 and round to float32, so that near-equal scores are equal in any batch.
             products = q_means[:, :, first : first + rows].double() @ k_means.double().mT
             scores = (softmax_scale * products).float()
             own = index[first : first + rows].unsqueeze(1)

@@ -131,7 +131,7 @@ class BlockSparse(Pattern):
         return mask.tril() if self.causal else mask
 
     def _block_mask(self, num_blocks: int, head: int) -> Tensor:
-        """Return which blocks see each other, `[n, n]`, by testing every pair."""
+        """Return which query block sees which key block, `[n, n]`, by testing every pair."""
         i, j = torch.arange(num_blocks)[:, None], torch.arange(num_blocks)[None, :]
         seen = torch.zeros(num_blocks, num_blocks, dtype=torch.bool)
         if self.block_lists is not None:
@@ -178,7 +178,7 @@ class BlockSparse(Pattern):
         return _builder.make_graph(num_tokens, heads, side(0, 1), side(1, 0), self.causal)
 
     def _pairs(self, num_blocks: int, head: int) -> np.ndarray:
-        """Return the random or listed pairs of blocks, `[K, 2]`, which may not be symmetric."""
+        """Return the random or listed pairs of blocks, `[K, 2]`; unlike rules, not symmetric."""
         if self.block_lists is None:
             return self._random_pairs(num_blocks, head)
         lists = self._lists()[head]
@@ -208,7 +208,6 @@ class BlockSparse(Pattern):
 
 
 def _tuples(lists: object) -> tuple[Any, ...]:
-    """Convert nested sequences, two or three levels deep, to nested tuples."""
     rows = [_arguments.items("block_lists", row) for row in _arguments.items("block_lists", lists)]
     if not any(hasattr(entry, "__len__") for row in rows for entry in row):
         return tuple(_arguments.integers("block_lists", row, 0) for row in rows)

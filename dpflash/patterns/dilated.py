@@ -1,9 +1,10 @@
 """LongNet's dilated attention, with all branches in one softmax.
 
 A *branch* is a segment length with a dilation rate; `Dilated` defines which tokens are *live* in a
-branch. Between neighboring segment borders (of any branch), the tokens that are live in the same
-branches form residue classes, the groups of rows. A live token sees keys at multiples of the rate
-from itself. Groups with equal columns, counted from their first rows, share a list of runs.
+branch. Between two neighboring segment borders (of any branch), the tokens that are live in the
+same branches form residue classes, which are the groups of rows. A live token sees keys at
+distances that are multiples of the rate. Groups share a list of runs if their columns, counted
+from each group's first row, are equal.
 
 Letters: T tokens, H heads, W segment length, r dilation rate, m multiplicity.
 """
@@ -34,7 +35,7 @@ class _Branch(NamedTuple):
     offset: int
 
 
-# Start, stride and length of a group of rows, and the branches in which they are live.
+# Start, stride and length of a group of rows, and the branches in which the rows are live.
 _Group = tuple[int, int, int, tuple[int, ...]]
 
 
@@ -57,9 +58,9 @@ class Dilated(Pattern):
         causal: no query sees a key later than its own position.
         overlap: with "multiset" a key counts m times, with "set" it counts once if m > 0.
         offset: "head" means ``o(h) = h mod r``, as in the paper; "group" means ``o(h) = h //
-            ceil(H / r)``, as in torchscale. They differ by more than the order of the heads.
-        heads: with "all" each head has all branches; with "grouped" each head has one branch:
-            each of the k branches has H // k heads, and the first H % k branches one head more.
+            ceil(H / r)``, as in torchscale. The two differ by more than the order of the heads.
+        heads: with "all" each head has all branches. With "grouped" each head has one branch: each
+            of the k branches has H // k heads, and the first H % k branches have one head more.
 
     Raises:
         ValueError: an argument of the wrong type or range, or lists that do not fit together.
@@ -147,7 +148,7 @@ def _tables(
 ) -> _builder.Tables:
     groups: list[tuple[int, int, int]] = []
     per_variant = []
-    # The distinct lists of segments, counted from the group's first row; most groups share a list.
+    # Segments, relative to the group's first row -> number of the list; most groups share a list.
     templates: dict[tuple[tuple[int, int, int], ...], int] = {}
     used = []
     for branches in variants:
@@ -185,7 +186,7 @@ def _row_groups(branches: tuple[_Branch, ...], num_tokens: int) -> list[_Group]:
     period = math.lcm(*rates)
     cuts = {cut for branch in branches for cut in range(0, num_tokens, branch.length)}
     groups: list[_Group] = []
-    # Groups up to the cut, by (stride, residue, branches); an equal class may continue a group.
+    # (stride, residue, branches) -> group that ends at the cut, and that an equal class continues.
     reaching: dict[tuple[int, int, tuple[int, ...]], int] = {}
     for begin, end in pairwise(sorted(cuts | {num_tokens})):
         phases = tuple((b.offset - begin % b.length) % b.rate for b in branches)
@@ -231,7 +232,8 @@ def _columns(
 ) -> list[tuple[int, int, int, int]]:
     """Return (start, stride, length, m) of the keys that a query at position 0 sees.
 
-    Each segment (begin, end, rate) contains 0, and its live keys are the multiples of rate.
+    Each segment (begin, end, rate) contains 0; the live keys of a segment are the multiples of
+    rate.
     """
     borders = {border for begin, end, _ in segments for border in (begin, end)}
     runs: list[tuple[int, int, int, int]] = []
@@ -269,7 +271,7 @@ def _column_classes(
 
 
 def _classes(labels: np.ndarray, rates: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Cover the nonzero labels by disjoint (stride, phase, label), smallest strides first."""
+    """Divide nonzero labels into progressions (stride, phase, label), smallest strides first."""
     window = len(labels)
     labels = labels.copy()
     strides = {1}

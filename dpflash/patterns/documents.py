@@ -28,8 +28,8 @@ class Documents(OfDocuments):
     whole sequence.
 
     Args:
-        cu_seqlens: the borders of the documents, ``(0, length of the first, ..., T)``: integers or
-            an integer 1-D tensor; stored as a tuple. A document may be empty.
+        cu_seqlens: the borders of the documents, ``(0, length of the first, ..., T)``, as integers
+            or a 1-D integer tensor. They are stored as a tuple. A document may be empty.
         causal: no query sees a key later than its own position.
 
     Raises:

@@ -86,7 +86,7 @@ class Hierarchical(Pattern):
 
 
 def _seen_by(key: np.ndarray, step: int, reach: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (key block, begin, end): query blocks, multiples of step, that see the key block."""
+    """Return (key, begin, end): query blocks, multiples of `step`, that see key block `key`."""
     if step == 1:
         return key, key - reach, key + reach + 1
     first = -(-np.maximum(key - reach, 0) // step)

@@ -14,17 +14,17 @@ def reaches_all(pattern: Pattern, tokens: int, heads: int = 1) -> bool:
     """Return whether the last of T >= 1 positions depends on all tokens, given enough layers.
 
     The function follows, from the last position, the keys that each position sees in any head.
-    For example, it returns False if blocks see only themselves or no branch connects segments.
+    The result is False, for example, if blocks see only themselves or no branch connects segments.
     """
     if isinstance(pattern, Adaptive):
         return True  # any block may be chosen
     if isinstance(pattern, SlidingWindow) and pattern.reach[0] > 0:
-        return True  # each token sees the one before it; the loop would take T / window rounds
+        return True  # each token sees the previous one, so no loop of T / window rounds is needed
     side = pattern.graph(tokens, heads).rows
     groups, runs = side.groups.long().numpy(), side.runs.long().numpy()
     reached = np.zeros(tokens, dtype=bool)
     reached[-1] = True
-    # Most keys precede their queries, so one round that starts at the end suffices for most.
+    # Most keys precede their queries, so one round from the last group on mostly suffices.
     order = np.argsort(-(groups[:, 0] + groups[:, 1] * (groups[:, 2] - 1)))
     followed = np.zeros(len(groups), dtype=np.int64)
     before = 0

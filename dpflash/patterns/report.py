@@ -1,7 +1,7 @@
 """Descriptions and pictures of patterns of any length, made from their tile graphs.
 
-A cell of a picture stands for many pairs of tokens. If a cell has too many rows, rows are sampled
-with a fixed seed.
+A cell of a picture stands for many pairs of tokens. If a cell has too many rows, some rows are
+drawn at random, with a fixed seed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _SHADES = " .:+#"
 _TEXT_CELLS = 32
 _PLOT_CELLS = 512
-# Largest numbers of rows, and of runs in those rows, that are examined for one picture. At least
-# one row is examined for each line of cells.
+# Largest numbers of rows, and of runs in these rows, that are examined for one picture. For each
+# line of cells, one row or more is examined.
 _ROWS = 4096
 _RUNS = 2**19
 _MOST_PANELS = 4
@@ -136,7 +136,7 @@ def _heads_title(heads: list[int]) -> str:
 def coverage(
     graph: TileGraph, variant: int, cells: int, multiplicity: bool = True
 ) -> NDArray[np.float64]:
-    """Return each cell's mean multiplicity or, without `multiplicity`, fraction of seen pairs.
+    """Return each cell's mean multiplicity; without `multiplicity`, its fraction of seen pairs.
 
     The result is `[C, C]` with C = min(cells, T), queries first. It is exact unless the rows of a
     cell are sampled.

@@ -17,7 +17,7 @@ from .base import Pattern
 
 
 class OfDocuments(Pattern):
-    """Base class of patterns with documents, for sequences that end with the last document."""
+    """Base class of patterns with documents. The last document must end with the sequence."""
 
     cu_seqlens: Sequence[int]
 
@@ -91,8 +91,6 @@ class WithinDocuments(OfDocuments):
 
 
 class _Sides:
-    """Joins one side of each document's graph into a side of the whole sequence."""
-
     def __init__(self, documents: Sequence[tuple[int, Side]]) -> None:
         self._begins = [begin for begin, _ in documents]
         self._sides = [_Tables(side) for _, side in documents]
@@ -130,7 +128,7 @@ class _Tables:
         self._variants = side.variants.tolist()
 
     def of(self, variant: int) -> tuple[np.ndarray, int, int]:
-        """Return the groups of a variant, and the first and end run of these groups."""
+        """Return (groups of a variant, index of their first run, index after their last run)."""
         groups = self.groups[self._variants[variant] : self._variants[variant + 1]]
         if not len(groups):
             return groups, 0, 0

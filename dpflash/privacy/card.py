@@ -124,7 +124,7 @@ def with_epsilon(
 
 
 def write_card_and_report(folder: Path, report: dict[str, Any], description: str | None) -> Path:
-    """Write report.json, write or replace the section in README.md, return README.md's path.
+    """Write report.json, add or replace README.md's section on privacy; return README.md's path.
 
     `description` introduces the model if there is no README.md yet.
     """
@@ -150,7 +150,7 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def follow_umask(folder: Path) -> None:
-    """Give weight files the permissions of new files; safetensors lets only the owner read."""
+    """Give weight files the usual permissions; safetensors lets only the owner read them."""
     new = folder / f".{os.getpid()}.tmp"
     new.touch()
     mode = stat.S_IMODE(new.stat().st_mode)
@@ -161,7 +161,7 @@ def follow_umask(folder: Path) -> None:
 
 
 def weights_digest(folder: Path) -> str | None:
-    """Return SHA-256 of a model's weight files, for the report; None if there is no such file."""
+    """Return the SHA-256 of a model's weight files, for the report; None without such files."""
     found = None
     for path in _weights(folder):
         found = found or hashlib.sha256()
@@ -275,7 +275,7 @@ def _shown(epsilon: float | None) -> str:
 
 
 def _audit_part(audit: Mapping[str, Any]) -> list[str]:
-    """Return the lines on the audit; its numbers do not depend on the training data."""
+    """Return the lines on the audit, whose numbers do not depend on the training data."""
     passed = "nothing refuted the claim" if audit["ok"] else "**the claim was refuted**"
     checks = audit["checks"]
     failed = [check["name"] for check in checks if not check["ok"]]

@@ -72,15 +72,15 @@ class Uncopied:
 
 
 class RunKeys(Uncopied):
-    """The secret keys of one run. No two releases under these keys have the same noise or samples.
+    """The secret keys of one run. Each release under these keys has other noise and samples.
 
     The keys are derived from the seed, or come from the operating system. `run` is the unique name
     of the run in the ledger. `branch` names this continuation of the run ("" before a checkpoint
     is loaded).
 
     Guarantees:
-        Without a seed no two continuations of a run share a key. With a seed two continuations
-        share their keys unless a ledger, or one process, has recorded both.
+        Without a seed, no two continuations of a run share a key. With a seed, two continuations
+        share their keys unless one ledger, or one process, has recorded both continuations.
     """
 
     no_copy = "it would draw the same noise and samples; build another PrivacyEngine"
@@ -88,7 +88,7 @@ class RunKeys(Uncopied):
     def __init__(self, seed: int | None, ranks: Ranks, *, ledger_releases: int = 0):
         self.seed = seed
         # Part of the keys of noise and sampling: the ledger's number of releases when the run
-        # began, or when a checkpoint that lacks some of these releases was loaded.
+        # began, or when a checkpoint was loaded that lacks some of the ledger's releases.
         self.incarnation = ledger_releases
         self._ranks = ranks
         self.master = self._new_master()
@@ -110,10 +110,10 @@ class RunKeys(Uncopied):
         return derive_key(self.master, f"sampling-{self.incarnation}")
 
     def begin_model(self) -> None:
-        """Change the keys for another model, whose releases are counted from 0 again.
+        """Change the keys, since the releases of another model are counted from 0 again.
 
-        The run's new name is derived from run and branch, which together are unique to this
-        engine, so that ranks need not communicate.
+        The new name of the run is derived from `run` and `branch`, which are together unique to
+        this engine. So ranks need not exchange the name.
         """
         self.master = derive_key(self.master, "next model")
         name = f"{self.run} {self.branch}".encode()
@@ -165,7 +165,7 @@ class RunKeys(Uncopied):
         return state if self.seed is None else {**state, "key": self.master.hex()}
 
     def knows_all(self, state: Mapping[str, Any], releases: int) -> bool:
-        """Return whether a checkpoint contains all releases made with these keys so far."""
+        """Return whether a checkpoint contains all releases that these keys have made so far."""
         own = place_of({**self.state_dict(), "releases": releases})
         return place_of(state) in (own, self._loaded) and state["releases"] == releases
 
@@ -173,7 +173,7 @@ class RunKeys(Uncopied):
         """Continue the run of a checkpoint as a new branch; all ranks call this together.
 
         Without a seed the keys are new. With a seed the checkpoint's keys are used, unless the
-        ledger has releases that the checkpoint lacks (ledger_releases is None without a ledger).
+        ledger has releases that the checkpoint lacks. Without a ledger, ledger_releases is None.
         """
         if self.seed is None and state["seed"] is not None:
             warn(
@@ -184,7 +184,7 @@ class RunKeys(Uncopied):
         self.run, self.seed = state["run"], state["seed"]
         self.incarnation = state["incarnation"]
         if ledger_releases not in (None, state["ledger_releases"]):
-            # The ledger only grows, so no other continuation of this run had this incarnation.
+            # The ledger only grows, so its number of releases is new for each continuation.
             self.incarnation = ledger_releases
         self.branch = self._new_token()
         self.master = self._new_master()
@@ -200,7 +200,7 @@ class RunKeys(Uncopied):
 
 
 def place_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a checkpoint that identifies a run, its continuation and a release."""
+    """Return the part of a checkpoint that identifies the run, the branch and the release."""
     return {name: state[name] for name in ("run", "incarnation", "branch", "releases")}
 
 
@@ -212,6 +212,6 @@ class _Claim:
     is_restored: bool
 
 
-# (run, incarnation) -> engine -> its releases. Without a ledger, noise used twice can be detected
-# within one process only.
+# (run, incarnation) -> id of an engine -> its releases. Without a ledger, noise that is used twice
+# is detected only within one process.
 _claims: dict[tuple[str, int], dict[int, _Claim]] = {}

@@ -25,7 +25,7 @@ from dpflash.accounting import (
 from .ledger_file import LedgerFile, Tail
 from .privacy_unit import SAMPLE, kind_of, renamed
 
-# Far above any number of steps or samples, and exact as a float.
+# Upper limit of numbers in a line: far above any number of steps, and exact as a float.
 _GREATEST = 10**15
 _KEYS = ("steps", "run", "event", "epsilon", "delta", "accountant", "unit", "digest")
 # Optional keys: "branch" after a checkpoint was loaded, "note" in a line without steps, "about" in
@@ -39,7 +39,7 @@ _DIGEST_LENGTH = len(_DIGEST % (b"0" * 32))
 
 
 class _Cover(NamedTuple):
-    """The later steps whose cost is included in an earlier line's event."""
+    """The later steps whose cost the event of an earlier line includes."""
 
     run: str
     branch: str | None  # None for any branch
@@ -65,9 +65,9 @@ class LedgerLine:
     digest: str  # digest of all earlier lines and of this line's other values
     unit: str  # the privacy unit in which neighboring datasets differ
     # the continuation of the run that made the steps; "" before a checkpoint was loaded. Two
-    # continuations have different noise, samples and digests.
+    # continuations of a run have different noise, samples and digests.
     branch: str = ""
-    # an event between two steps, as text; a line with a note covers no step, so last = first - 1
+    # a note on what happened between two steps; such a line covers no step: last = first - 1
     note: str | None = None
     # facts about the run from this line on, see `source.about_run`; None if they did not change
     about: Mapping[str, Any] | None = None
@@ -89,9 +89,9 @@ class Ledger:
 
     Guarantees:
         A line is flushed to the disk before `append` returns, so a later crash can only
-        over-count. A file is refused (ValueError) if its lines cannot be read, or if it lacks the
-        line of its guard because it was changed, truncated or emptied. No line is ever removed but
-        an unfinished last line, whose release was not made.
+        over-count. A file is refused (ValueError) if a line cannot be read, or if the guard's line
+        is missing because the file was changed, truncated or emptied. No line is ever removed,
+        except an unfinished last line, whose release was not made.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -129,12 +129,12 @@ class Ledger:
 
     @property
     def head(self) -> str:
-        """SHA-256 of the lines, as `sha256sum FILE` prints it; a saved copy detects changes."""
+        """SHA-256 of the lines, as by `sha256sum FILE`; a copy saved elsewhere shows changes."""
         return hashlib.sha256(self.content()).hexdigest()
 
     @property
     def has_grown(self) -> bool:
-        """Whether the file has lines that this object has neither read nor written."""
+        """Whether the file has lines that this object neither read nor wrote."""
         known = self._tail.size + len(self._tail.unfinished)
         return self.path.exists() and self.path.stat().st_size > known
 
@@ -173,7 +173,7 @@ class Ledger:
         self._released, self._told = self._running, told
 
     def note(self, note: str, *, run: str, accountant: str, unit: str) -> None:
-        """Write a line without a step, unless the last line is this note; errors as `append`."""
+        """Write a line without a step, unless the last line is this note. Raises as `append`."""
         if self._last_note != note:
             nothing = dict.fromkeys(("event", "epsilon", "delta"))
             self._write(0, run=run, **nothing, accountant=accountant, unit=unit, note=note)
@@ -181,8 +181,7 @@ class Ledger:
     def rename(self, name: str) -> tuple[str, str]:
         """Write a line that renames the unit of all lines; return the old and the new unit.
 
-        Raises ValueError if there is no line yet or the units are not users, and the errors of
-        `append`.
+        Raises ValueError if there is no line yet or the units are not users, and as `append`.
         """
         if self.unit is None:
             raise ValueError(f"ledger {self.path} has no line, so no privacy unit to rename")
@@ -210,14 +209,14 @@ class Ledger:
         self.releases += count
         self._covered = covered
         self._running, self._last_note = running, values.get("note")
-        # Set `_tail` last: if the process is interrupted before, the next line is refused.
+        # Set `_tail` last: if an interrupt prevents it, the next line is refused.
         self._tail = tail
 
     def _store(self, line: bytes) -> Tail:
         return self._file.append(line, self._tail)
 
     def digest(self, releases: int | None = None) -> str | None:
-        """Return the digest of the lines up to a step, by default all; None for later steps."""
+        """Return the digest of lines up to step `releases` (default: all), None after the last."""
         wanted = self.releases if releases is None else releases
         if wanted > self.releases:
             return None
@@ -283,7 +282,7 @@ class Ledger:
                 )
             return
         if not guard and len(self.lines) > 1:
-            # Only the first line is written while the guard is empty.
+            # An empty guard is valid only before or while the first line is written.
             raise ValueError(
                 f"ledger {self.path} has {len(self.lines)} lines, and its guard {where} is empty, "
                 f"so it is unknown whether lines were removed. Restore it from a copy. {repair}"
@@ -338,7 +337,6 @@ def today() -> str:
 
 
 def _parse(raw: bytes) -> LedgerLine:
-    """Parse and check one line. Raises ValueError or KeyError."""
     record = json.loads(
         raw.decode("utf-8"),
         object_pairs_hook=_object,
@@ -412,7 +410,7 @@ def _check_digest(raw: bytes, before: hashlib.blake2b) -> None:
 
 
 def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:
-    """Return `covered`, the later steps that an earlier event pays for, updated by this line."""
+    """Return the later steps that events pay for after this line; `covered` are those before."""
     if line.note is not None:
         return covered
     own = covered if covered is not None and covered.is_of(line) else None
@@ -427,16 +425,16 @@ def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:
     if isinstance(line.event, ShuffledGaussian):
         return _Cover(line.run, line.branch, math.inf)
     if isinstance(line.event, CyclicPoissonGaussian):
-        # A resumed run with a seed continues its round.
+        # None in place of the branch: a resumed run with a seed continues its round.
         return _Cover(line.run, None, line.event.bands - 1)
     if isinstance(line.event, RandomAllocationGaussian):
         return _Cover(line.run, None, line.event.steps - 1)
-    # A step on a foreign batch may come between the steps of an epoch.
+    # A step on a foreign batch, which costs a plain Gaussian event, leaves the cover as it is.
     return own if type(line.event) is Gaussian else None
 
 
 def _names_after(names: dict[str, str], line: LedgerLine) -> dict[str, str]:
-    """Return `names`, the last name of each renamed unit, updated by this line."""
+    """Return the last name of each renamed unit after this line; `names` are those before."""
     if line.was is None:
         return names
     known = {line.was: line.was, **names}

@@ -39,9 +39,9 @@ class LedgerFile:
 
     Guarantees:
         A line whose `append` returned is in the file, and the guard holds that line or a later
-        one, even if a process dies at any time. So a file that lacks its guard's line was
-        truncated or changed, and an unfinished last line belongs to an `append` that did not
-        return. A failed `append` removes only bytes that it wrote.
+        one, even if a process dies at any time. So a file without the line in its guard was
+        truncated or changed, and an unfinished last line is from an `append` that did not return.
+        A failed `append` removes only bytes that it wrote.
 
     Raises:
         ValueError: this platform has no `flock`.
@@ -49,7 +49,7 @@ class LedgerFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        # The working directory may change, and a file with several names must have one guard.
+        # Absolute, since the working directory may change. Real, so that links share one guard.
         self._file = Path(os.path.realpath(path))
         self.guard_path = Path(f"{self._file}.guard")
         if fcntl is None:
@@ -61,7 +61,7 @@ class LedgerFile:
     def read(self) -> tuple[bytes, Tail]:
         """Return all complete lines and the end of the file; a missing file counts as empty."""
         try:
-            # The guard is read first: if it exists but the file does not, the file was lost.
+            # Read the guard first. If the guard exists but the file does not, the file was lost.
             guard = self._read_guard()
             try:
                 with self._locked(os.O_RDONLY, fcntl.LOCK_SH) as handle:
@@ -119,7 +119,7 @@ class LedgerFile:
                     self.refuse_changed()
                 yield handle
             finally:
-                # Closing is not enough: a process forked meanwhile shares the descriptor.
+                # Closing does not unlock if a process was forked: it shares the descriptor.
                 fcntl.flock(handle, fcntl.LOCK_UN)
         finally:
             os.close(handle)
@@ -127,7 +127,7 @@ class LedgerFile:
     def _require_unchanged(self, handle: int, tail: Tail) -> None:
         length = len(tail.last) + len(tail.unfinished)
         found = os.pread(handle, length + 1, tail.size - len(tail.last))
-        # A failed `append` has removed the unfinished line and written the guard.
+        # `last` alone is also valid: a failed `append` has removed the unfinished line.
         same = found in (tail.last + tail.unfinished, tail.last)
         if same and self._read_guard() in (tail.guard, tail.last):
             return
@@ -143,7 +143,7 @@ class LedgerFile:
     def _write(self, handle: int, line: bytes, tail: Tail) -> None:
         if tail.unfinished:
             os.ftruncate(handle, tail.size)
-        # If a process died before it wrote the guard, write it now: a guard lags one line at most.
+        # Write the guard if a process died before it did: a guard lags one line at most.
         if tail.guard != tail.last or tail.size == 0:
             self._write_guard(tail.last, handle)
             flush_folder(self.guard_path.parent)
@@ -160,7 +160,7 @@ class LedgerFile:
                 self.refuse_changed()
             self._write_guard(line, handle)
         except BaseException:
-            # The release is not made. If the guard has the line, the line stays and is counted.
+            # The release is not made. But if the guard has the line, the line stays, and counts.
             if self._read_guard() != line:
                 _undo_write(handle, written)
             raise
@@ -176,7 +176,7 @@ class LedgerFile:
             os.close(handle)
 
     def _write_guard(self, line: bytes, like: int) -> None:
-        """Replace the guard atomically, without flushing the folder: the old guard stays valid."""
+        """Replace the guard atomically. The folder is not flushed: the old guard is valid too."""
         temporary = Path(f"{self.guard_path}.tmp")
         temporary.unlink(missing_ok=True)  # a process that died may have left it
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -207,7 +207,6 @@ def _read_all(handle: int) -> bytes:
 
 
 def _undo_write(handle: int, written: bytes) -> None:
-    """Remove `written` if the file still ends with it."""
     end = os.lseek(handle, 0, os.SEEK_CUR)  # where the write ended
     start = end - len(written)
     if os.fstat(handle).st_size == end and os.pread(handle, len(written), start) == written:

@@ -56,9 +56,9 @@ class Proof:
 
     ledger: Ledger
     head: str
-    kept: int | None  # number of lines that the head passed covers; None if no head was passed
+    kept: int | None  # number of lines that the passed head covers; None if no head was passed
     signatures: list[Signature]  # the valid signatures in the ledger's file of signatures
-    is_alone: bool  # whether the guard, which detects lines removed at the end, is missing
+    is_alone: bool  # whether the guard is missing, which shows removed last lines
 
 
 def heads(content: bytes) -> list[str]:

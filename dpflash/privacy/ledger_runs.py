@@ -36,14 +36,14 @@ def opened(paths: Iterable[str | os.PathLike[str]]) -> list[Ledger]:
 def together(ledgers: Sequence[Ledger], accountant: str) -> tuple[Spending, list[LedgerLine]]:
     """Return the joint spending of several ledgers of the same data, and their lines.
 
-    A line that an engine wrote is counted once, even if several ledgers contain it because one is
-    a copy (each run has a random name). A line appended by hand is counted in each ledger, since
-    equal lines may belong to two releases.
+    A line that an engine wrote is counted once, even if several ledgers contain the line because
+    one is a copy: the random name of its run identifies the line. A line that was appended by hand
+    is counted in each ledger, since equal lines may belong to two releases.
     """
     if len({ledger.path.resolve() for ledger in ledgers}) < len(ledgers):
         names = [str(ledger.path) for ledger in ledgers]
         raise ValueError(f"ledgers={names}: one is given twice; pass each ledger once")
-    # Check each ledger against the epsilon in its own lines before its events are added.
+    # First check each ledger alone, against the epsilon that its lines state.
     spending, *_ = [Spending(accountant, ledger=ledger) for ledger in ledgers]
     lines = list(ledgers[0].lines)
     for ledger in ledgers[1:]:
@@ -85,7 +85,7 @@ def by_run(lines: Iterable[LedgerLine]) -> list[list[LedgerLine]]:
 
 
 def alone(lines: Iterable[LedgerLine], spending: Spending) -> Spending:
-    """Return the spending of one run alone, under the relation common to all runs."""
+    """Return the spending of one run, under a relation that `spending` uses for all runs."""
     own = Spending(spending.accountant.mechanism(), relation=spending.relation)
     for line in lines:
         if line.event is not None:
@@ -109,10 +109,12 @@ def epsilon_by_run(
     """Return epsilon of each run, each ledger and all together, as plain values for a model card.
 
     Returns:
-        A dict of "rows" (name, steps, privacy unit, relation, epsilon), "total" (epsilon and
-        relation of all together, None if privacy units differ), "seeded" (whether any run was) and
-        "epsilon_of_own_run" (None if infinite or unknown). The name of a run contains the first
-        day, and marks seeded runs and the run `own_run`. None if there is only one run.
+        None if there is only one run. Else a dict:
+        - "rows": name (with the first day and marks for seeded runs and `own_run`), steps, privacy
+          unit, relation and epsilon of each run and ledger.
+        - "total": epsilon and relation of all together; None if privacy units differ.
+        - "seeded": whether a run was seeded.
+        - "epsilon_of_own_run": None if infinite or unknown.
     """
     rows: list[tuple[Any, ...]] = []
     epsilon_of_own_run: float | None = None
@@ -149,7 +151,7 @@ def _marks(lines: Sequence[LedgerLine], own_run: str | None) -> str:
 
 
 def runs_of(lines: Iterable[LedgerLine]) -> list[dict[str, Any]]:
-    """Return one dict per run and event. A line without an event has its run's last event."""
+    """Return one dict per run and event; lines without an event belong to the run's last event."""
     last: dict[str, Event | None] = {}
     names: dict[str, str | None] = {}
     steps: dict[tuple[str, Event | None], int] = {}
@@ -179,13 +181,13 @@ def _sample_rate(event: Event | None) -> float | None:
 
 
 def label(run: dict[str, Any]) -> str:
-    """Return a run's name with the first digits of its random name, which make it unique."""
+    """Return a run's given name and, to make it unique, the first digits of its random name."""
     short: str = run["run"][:_SHOWN]
     return short if run["name"] is None else f"{run['name']} ({short})"
 
 
 def cell(value: Any) -> str:
-    """Return a value's text for a table, with six digits if these are exact."""
+    """Return a value as text for a table; a float with six digits, if these are exact."""
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
     return "-" if value is None else str(value)
@@ -201,7 +203,7 @@ def corrections_of(lines: Iterable[LedgerLine]) -> list[dict[str, Any]]:
 
 
 def kept_of(lines: Iterable[LedgerLine], *keys: str) -> list[str]:
-    """Return the distinct facts that the runs recorded under `keys`, such as "day", in order."""
+    """Return the distinct facts that runs recorded under `keys` (such as "day"), in order."""
     found = [[line.about.get(key) for key in keys] for line in lines if line.about]
     return list(dict.fromkeys(", ".join(map(cell, v)) for v in found if None not in v))
 

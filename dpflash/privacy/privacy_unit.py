@@ -1,4 +1,4 @@
-"""Names of privacy units, in one of which neighboring datasets differ."""
+"""Names of privacy units. Neighboring datasets differ in one unit."""
 
 from __future__ import annotations
 

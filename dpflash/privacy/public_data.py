@@ -1,11 +1,11 @@
 """PublicGradients: gradients of public data, stored apart from the clipped sums until the step.
 
     with engine.public_data():      # layers do not clip; every `.grad` is None at first
-        loss.backward()             # autograd writes `.grad`, as in ordinary training
-                                    # at the end gradients are stored, and `.grad` is restored
+        loss.backward()             # autograd writes `.grad`, as in ordinary training # at the end
+                                    gradients are stored, and `.grad` is restored
     optimizer.step()                # noisy gradient + public gradient, or the latter alone
 
-A clipped sum and a public gradient are never in the same `.grad` before noise was added.
+A public gradient is added to a `.grad` only after noise was added to the clipped sum there.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class PublicGradients:
     def collected(self) -> Iterator[None]:
         """Store the gradients that the with block computes; set `.grad` to None, then restore it.
 
-        If the block raises an exception, or runs a clipped backward, its gradients are dropped.
+        If the block raises an exception, or runs a clipped backward, the block's gradients are
+        dropped.
         """
         self.refuse_inside("engine.public_data()")
         held = {parameter: parameter.grad for parameter in self._trained}
@@ -116,14 +117,14 @@ class PublicGradients:
         if grad.layout != torch.strided:
             grad = grad.to_dense()
         waiting = self._waiting.get(parameter)
-        # Copy, since DistributedDataParallel may keep `.grad` in a buffer of its own.
+        # Copy: with DistributedDataParallel, `.grad` may be a view of a buffer that is reused.
         self._waiting[parameter] = grad.clone() if waiting is None else waiting + grad
 
     def begin_microbatch(self, *, begins_draw: bool) -> None:
         """Begin a microbatch; drop public gradients added in earlier ones of the logical batch.
 
-        The number of microbatches of a logical batch is private, so public gradients must not add
-        up over microbatches.
+        Public gradients must not add up over the microbatches of a logical batch, whose number is
+        private.
         """
         if begins_draw:
             self._of_other_batches = dict(self._waiting)
@@ -135,7 +136,7 @@ class PublicGradients:
         All ranks call this together, with stored gradients of the same parameters.
         """
         found = {p: self._waiting[p].clone() for p in self._trained if p in self._waiting}
-        # The backward has averaged the gradients of sharded parameters already.
+        # The backward has already averaged the gradients of sharded parameters.
         whole = [grad for parameter, grad in found.items() if not is_sharded(parameter)]
         all_reduce_all_(whole, ranks.everyone)
         for grad in whole if ranks.everyone is not None else ():

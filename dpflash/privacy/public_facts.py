@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 class PublicFacts:
     """Properties of a run's batches that do not depend on who is in the dataset."""
 
-    # rows of each microbatch on each rank; None if batches have the loader's own sizes, which are
-    # as public as the dataset's size
+    # rows of each microbatch on each rank; None if batches have the sizes of the user's loader,
+    # which are as public as the dataset's size
     slots: int | None
-    # whether some batches came from elsewhere than the private loader's own iteration
+    # whether some batches did not come from iterating over the private loader itself
     others: bool
     lengths: str  # the lengths of the samples, as text
     dataset_size: int  # determines sample rate, steps per epoch and divisor

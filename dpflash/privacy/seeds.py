@@ -1,8 +1,8 @@
 """Seeds the random generators from a secret key during a logical batch.
 
-If the seed were known, random masks and augmentations would be known too, and a sample's masks
-would depend on the number of rows and microbatches before it. To everybody without the secret key,
-masks seeded from it are independent random numbers.
+If the seed were known, random masks and augmentations would be known too, and the masks of a
+sample would depend on the number of rows and microbatches before the sample. To everybody without
+the secret key, masks whose seed was derived from the key are independent random numbers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ def seed_of(key: bytes, purpose: str) -> int:
 class SecretMasks:
     """Seeds torch's, Python's and numpy's generators for the private forwards of one model.
 
-    Isolation tests (trials) run a batch several times. Within one such run, two forwards that
-    start from the same state of the user's generator get the same seed, so that activation
-    checkpointing recomputes the same masks. The n-th forward that starts from a new state gets the
-    same seed in each run of the batch, whatever random numbers the loop has drawn.
+    Isolation tests (trials) run a batch several times:
+    - Within one run, two forwards that start from the same state of the user's generator get the
+      same seed, so that activation checkpointing recomputes the same masks.
+    - The n-th forward that starts from a new state gets the same seed in each run of the batch,
+      whatever random numbers the loop has drawn.
 
     Args:
         devices: the devices other than the CPU.
@@ -58,13 +59,13 @@ class SecretMasks:
     def seeded(self, *, recomputing: bool) -> Iterator[None]:
         """Seed the generators during an outermost forward, and restore the user's states after it.
 
-        Afterwards torch's generator has advanced by one number. `recomputing` says whether this
+        Afterwards torch's generator has advanced by one number. `recomputing`: whether this
         forward runs inside a backward.
         """
         if self._active:
             yield
             return
-        # Two forwards of one batch differ in this number, but a recomputation repeats the number.
+        # The number differs between two forwards of a batch; a recomputation draws it again.
         word = int(torch.randint(2**62, (), device="cpu"))
         seed = self._seed(word, recomputing)
         held = RandomState(*self._devices)
@@ -77,8 +78,8 @@ class SecretMasks:
             held.restore()
 
     def _seed(self, word: int, recomputing: bool) -> int:
-        # A release during the backward changes the result of `_place`, so a recomputation uses the
-        # result of its forward.
+        # A recomputation uses the place that its forward had, since a release during the backward
+        # changes the result of `_place`.
         at = self._at if recomputing else (self._place(), self._run())
         if at != self._at:
             self._at, self._seeds = at, {}
@@ -91,8 +92,8 @@ class LoopSeeds:
     """Seeds the generators for dataset, collate function and loop during a logical batch.
 
     At the end of the batch the user's generators are restored: numbers drawn after a release, for
-    example for a public batch, must not show the number of microbatches. `key` is a function that
-    returns the current 32-byte key; ranks with different samples have different seeds.
+    example for a public batch, must not show the number of microbatches. Ranks with different
+    samples have different seeds. `key` is a function that returns the current 32-byte key.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class LoopSeeds:
 
     def forget(self) -> None:
         """Drop the saved states, since the loop left a logical batch before its end."""
-        # A restore when the iterator is garbage-collected would change states in other code.
+        # Restoring the states later, at garbage collection, would change them in other code.
         self._held = None
 
 

@@ -20,7 +20,7 @@ from .ledger import today
 
 @functools.cache
 def source_digest() -> str:
-    """Return the version of torch and a hash of dpflash's files, with which ranks compare code.
+    """Return torch's version and a hash of dpflash's files, by which ranks compare their code.
 
     The hash is the same in a checkout and in a wheel built from it.
     """

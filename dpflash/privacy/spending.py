@@ -34,13 +34,13 @@ from .ledger import LOST, REFUSED, Ledger, LedgerLine
 from .privacy_unit import SAMPLE, is_unnamed
 
 DEFAULT_ACCOUNTANT = "contour"
-# The accountants whose epsilon `_check_epsilon` recomputes: upper bounds, computed quickly.
+# Accountants whose epsilon `_check_epsilon` recomputes: they give upper bounds quickly.
 _RECOMPUTED = ("contour", "rdp")
 
 
 @dataclass
 class _Remaining:
-    """The number of further releases of `event` that the budget allows at accountant `state`."""
+    """How many more releases of `event` the budget allows at the accountant's `state`."""
 
     event: Event
     count: int
@@ -148,7 +148,7 @@ class Spending:
         self._note_counted()
 
     def adopt(self, event: Event) -> Event:
-        """Convert the event and the history to a common relation, and return the event.
+        """Convert the event and all earlier events to a common relation; return the event.
 
         Raises if the relation or the accountant does not support the event; nothing is changed.
         """
@@ -158,7 +158,7 @@ class Spending:
         return event
 
     def check(self, event: Event) -> Event:
-        """Return the event, or raise the error, of `adopt`, without changing anything."""
+        """Return or raise what `adopt` would return or raise, but change nothing."""
         event = convert_event(event, self._relation_with(event))
         if not self.is_ours:
             as_phase(self.accountant, event)
@@ -167,7 +167,7 @@ class Spending:
     def admit(self, event: Event | None) -> None:
         """Check an event before it is charged, without changing anything.
 
-        Raises BudgetSpent for an exceeded budget, ValueError for an event that is not supported.
+        Raises BudgetSpent if it would exceed the budget, ValueError if it is not supported.
         """
         if event is None:
             return
@@ -217,7 +217,7 @@ class Spending:
             left.state = self._state()
 
     def note_refusal(self, run: str, *, may_be: bool) -> None:
-        """Write to the ledger that a PrivateRefusal ended the run, or may have ended the run."""
+        """Write to the ledger that a PrivateRefusal ended the run, or may have done so."""
         if self.ledger is not None:
             unit = self.unit or SAMPLE
             note = LOST if may_be else REFUSED
@@ -238,14 +238,14 @@ class Spending:
         if self.budget is None or event is None:
             return True
         event = convert_event(event, self._relation_with(event))
-        # Computing the number of remaining steps is slow. If the event differs from the last
-        # event, check one step only, since a noise scheduler may change the event in each step.
+        # Computing the number of remaining steps is slow, and a noise scheduler may change the
+        # event in each step. So if the event differs from the last event, check one step only.
         if event != self._last and self._known(event) is None:
             return self._after(event, self.budget.delta) <= self.budget.epsilon
         return self.remaining(event) > 0
 
     def remaining(self, event: Event) -> int:
-        """Return how many such events the budget allows: computed once, then counted down."""
+        """Return how many such events the budget allows; computed once, and then counted down."""
         assert self.budget is not None
         if _is_noiseless(event) or self.noiseless:
             return 0
@@ -262,7 +262,7 @@ class Spending:
         return left.count
 
     def _known(self, event: Event) -> _Remaining | None:
-        """Return the event's remaining steps if they were computed at the accountant's state."""
+        """Return the event's remaining steps if they are known at the accountant's state."""
         left = self._remaining
         return left if left and (left.event, left.state) == (event, self._state()) else None
 
@@ -292,7 +292,7 @@ class Spending:
 
         If no step is possible, raise and change nothing. `about` holds the facts that the ledger
         records about the run, see `source.about_run`. `grouping` is a digest of the entries'
-        units, kept in memory alone: with the digest, a person who knows the units of all entries
+        units. It is never written: with the digest, a person who knows the units of all entries
         but one could find out the unit of that entry.
         """
         self.check(event)
@@ -383,7 +383,7 @@ class Spending:
     # Internals
 
     def _note_counted(self) -> None:
-        """Save the length and the last entry of the history of Opacus' accountant."""
+        """Save the length and the last entry of the history of an accountant of Opacus."""
         history = [] if self.is_ours else self.accountant.history
         self._counted = (len(history), tuple(history[-1])) if history else None
 
@@ -520,16 +520,16 @@ def _is_noiseless(event: Event) -> bool:
 def common_relation(relations: Iterable[str]) -> str:
     """Return the relation under which events of these relations are accounted for together.
 
-    If all relations are equal, return this relation. Otherwise return "zero_out", for which every
-    sampler has a guarantee: Poisson sampling costs the same as under "add_remove", under which
-    shuffled and fixed-size batches have no guarantee.
+    If all relations are equal, return this relation. Otherwise return "zero_out", under which
+    every sampler has a guarantee. Under it, Poisson sampling costs the same as under "add_remove".
+    Under "add_remove", shuffled and fixed-size batches have no guarantee.
     """
     given = set(relations)
     return given.pop() if len(given) == 1 else ZERO_OUT
 
 
 def convert_event(event: Event, relation: str) -> Event:
-    """Convert an event to another neighboring relation; raise if it has no guarantee there."""
+    """Convert an event to another relation; raise if the event has no guarantee under it."""
     if event.relation == relation:
         return event
     if type(event) is Gaussian and relation == ADD_REMOVE:

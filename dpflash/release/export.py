@@ -114,7 +114,7 @@ def export(
 
 
 def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
-    """Return a run's report with the epsilon of all ledgers; raise if they do not match."""
+    """Return a run's report with the epsilon of all ledgers; raise if report and ledger differ."""
     if not run.is_dir():
         raise FileNotFoundError(f"run={str(run)!r}: no such folder; pass the folder of a run")
     resume = f"dpflash train --resume {run}"
@@ -130,7 +130,7 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
         )
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     own = Path(report["config"].get("ledger") or run / LEDGER).resolve()
-    # A folder that `save_model` wrote elsewhere has no ledger.
+    # A folder that `save_model` wrote outside of output_dir has no ledger.
     ledger = Ledger(own) if own.is_file() else None
     others = [path for path in others if ledger is None or Path(path).resolve() != own]
     ledgers = [*([] if ledger is None else [ledger]), *opened(others)]

@@ -28,9 +28,9 @@ class Classification:
         texts: number of texts.
         accuracy: fraction of texts whose predicted label is correct.
         nats_per_text: mean loss of a text, in nats.
-        by_label: for each label the number of its "texts", the "recall" (fraction of these texts
-            that are predicted to have the label; None without texts) and the "precision" (fraction
-            of the texts predicted to have the label that have it; None if there are none).
+        by_label: for each label, "texts" (the number of texts with the label), "recall" (the
+            fraction of these for which it is predicted, or None) and "precision" (the fraction of
+            the texts for which it is predicted that have it, or None).
     """
 
     texts: int

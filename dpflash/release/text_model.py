@@ -152,7 +152,7 @@ class TextModel:
                 bar.update(len(inputs))
         if not count:
             raise ValueError("data: no document has a token to predict; pass longer documents")
-        # Without a start token the first token of a document is not predicted.
+        # Without a start token, no loss predicts the first token of a document.
         starts = self._tokenizer is None or start_token(self._tokenizer) is not None
         is_whole = starts and count == sum(targets_of)
         per_byte = nats / math.log(2) / sum(map(len, contents))

@@ -33,8 +33,8 @@ __all__ = [
     "check_loader",
 ]
 
-# Name -> its module, imported on first use: private models need only `slots` and `tracker`, but
-# not the accounting and scipy that `loader` and `samplers` import.
+# Public name -> module. A module is imported when a name of it is first used, since `loader` and
+# `samplers` import scipy, which private models do not need.
 _MODULES = {
     **dict.fromkeys(("SAMPLINGS", "SamplingPlan", "check_loader"), "plan"),
     **dict.fromkeys(

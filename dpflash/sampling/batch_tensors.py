@@ -1,4 +1,4 @@
-"""Returns a batch's tensors, and its arrays and lists as the tensors that a loop may make."""
+"""Returns the tensors of a batch, and those that a loop may make of its arrays and lists."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _WIDE = {torch.float64: torch.float32, torch.int32: torch.int64, torch.int16: to
 def batch_tensors(batch: Any, size: int) -> list[Tensor]:
     """Return the tensors of a batch, and its arrays and lists of numbers as tensors.
 
-    If each sample has a tensor of its own, a stack of these tensors, padded with zeros, is
-    returned too. Tensors of which each already has one row per sample are not stacked.
+    A list with one tensor for each sample is also returned as one stacked tensor, padded with
+    zeros. A list of tensors that have one row per sample each is not stacked.
 
     Args:
         batch: the batch, arbitrarily nested.
@@ -52,7 +52,7 @@ def _leaves(value: Any, depth: int = 0) -> Iterator[Tensor]:
 
 
 def _widened(x: Tensor) -> Iterator[Tensor]:
-    """Yield the tensor and, if models use a wider dtype, a copy in that dtype."""
+    """Yield the tensor, and also a copy in a wider dtype if models convert it to one."""
     yield x
     if x.dtype in _WIDE:
         yield x.to(_WIDE[x.dtype])

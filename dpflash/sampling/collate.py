@@ -36,8 +36,8 @@ from .entries import Collate, Collated, FittingCollate, ReadableEntries, copied,
 from .order_trial import moves_rows
 
 _ENTRIES = 6
-# With one of the first four seeds, a generator (Python's, torch's, NumPy's old or new) begins with
-# a uniform number below 0.05; with another, above 0.95. So rare branches are taken.
+# For each generator (Python's, torch's, NumPy's two), one of the first four seeds gives a first
+# number below 0.05, and another one above 0.95, so that rarely taken branches run too.
 _SEEDS = (56, 34, 119, 31, *range(20))
 _REPEATS = 8
 _ALIKE, _OTHERS = 24, 16
@@ -49,13 +49,13 @@ _ROUNDING = 1e-6
 def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
     """Refuse a loader whose collate function makes batches that cannot be trained on privately.
 
-    Refused are functions that visibly mix or sort the entries of a batch, keep values of one batch
-    for the next, make nested tensors, or make no field with one row for each entry, and datasets
-    whose `__getitems__` mixes or sorts entries. The function is called about 150 times on entries
-    of the dataset, or about 300 times if it or the dataset draws random numbers. Each test ends
-    after three seconds. Random states are restored. If DataLoader workers fetch the entries, the
-    workers run the tests, see `TriedCollate`. A warning says if a function could not be tested
-    because its results on equal entries differ from call to call.
+    A collate function is refused if it visibly mixes or sorts the entries of a batch, keeps values
+    of one batch for the next, makes nested tensors, or makes no field with one row for each entry.
+    A dataset is refused if its `__getitems__` mixes or sorts entries. The function is called about
+    150 times on entries of the dataset, or about 300 times if it or the dataset draws random
+    numbers. Each test ends after three seconds. Random states are restored. If DataLoader workers
+    fetch the entries, the workers run the tests, see `TriedCollate`. A warning says if a function
+    could not be tested because its results on equal entries differ from call to call.
 
     Args:
         may_sort: whether the rows may be in an order other than that of the entries.
@@ -86,7 +86,6 @@ class TriedCollate:
 
 
 def _try(fitting: FittingCollate, may_sort: bool) -> None:
-    """Run the tests of `refuse_mixing` on entries from all over the dataset."""
     collate, dataset = fitting.collate, fitting.dataset
     is_known = _is_known(collate)
     if is_known and not dataset.reads_together:
@@ -187,7 +186,7 @@ def _refuse(
 
 
 def _odd_field(batch: Any, size: int) -> str | None:
-    """Return the error of a field in a batch of two entries (or one), or None."""
+    """Return the error message for a nested tensor, or for a batch without rows; else None."""
     tensors = list(tensors_of(batch))
     for place, x in tensors:
         if x.is_nested:
@@ -239,9 +238,9 @@ class _Trial:
     def __init__(self, collate: Collate, entries: list[Any], *, of_indices: bool = False):
         self._collate = collate
         self._entries = entries
-        # If entries are read in order, the last entries never get the first random numbers.
+        # If entries are read in order, the last two are never first, so no turn begins with them.
         self._turns = max(1, len(entries) - 2) if of_indices else len(entries)
-        # A comparison of `two` with a batch of another size shows which dimensions are the batch.
+        # The dimensions in which `two` differs from larger batches are the batch dimensions.
         self.two = self._batch(entries[:2])
         self._generators = FunctionState(collate, with_data=False)
         self._state: FunctionState | None = None
@@ -277,8 +276,9 @@ class _Trial:
         """Return whether an entry's row depends on the other entries, at equal random states.
 
         The order of rows is ignored, because some loaders may sort. If equal calls give different
-        results, the function is tested again with its state restored before each call. If results
-        still differ, batches of one repeated entry show whether a row alone is random.
+        results, the function is tested again, and its state is restored before each call. If
+        results still differ, batches that repeat one entry show whether each row is random by
+        itself.
         """
         if self._mixes():
             return True
@@ -308,7 +308,7 @@ class _Trial:
                 elif not differ and _differ(a.rows, b.rows):
                     differ = self._repeats(first, seed, a) and self._repeats(second, seed, b)
                     self.is_unrepeated |= not differ
-        # If the number of random numbers depends on the entries, later entries get other numbers.
+        # If an entry determines how many numbers are drawn, later entries get other numbers.
         return differ and not draws_depend
 
     def joins(self) -> bool:
@@ -324,7 +324,7 @@ class _Trial:
         return False
 
     def _is_random_by_others(self) -> bool:
-        """Return whether equal calls usually differ for several entries, but never for one.
+        """Return whether equal calls differ for several entries, but never for a single entry.
 
         A batch of one entry repeats this entry. If each row were random by itself, True would
         occur by chance at most once in 100,000 tests, whatever the probability of a change.
@@ -387,7 +387,7 @@ class _Trial:
         return _Collated([list(row) for row in zip(*columns, strict=True)], before, after)
 
     def _last_of(self, state: FunctionState, batches: Sequence[list[Any]], seed: int) -> Any:
-        """Collate these batches, beginning in this state of the function; return the last one."""
+        """Set the function to `state`, collate the batches in turn, and return the last one."""
         assert self._state is not None
         state.restore()
         for entries in batches[:-1]:
@@ -421,7 +421,7 @@ class _Trial:
 
 
 def _columns(batch: Any, two: Any, size: int) -> Iterator[list[Any]]:
-    """Yield each field of a batch with a row for each of `size` entries; `two`: a batch of two."""
+    """Yield each field with one row per entry; `batch` has `size` entries, and `two` has 2."""
     if _is_column(batch, two, size):
         yield list(batch)
     elif not isinstance(batch, Tensor | np.ndarray):
@@ -438,7 +438,7 @@ def _is_column(batch: Any, two: Any, size: int) -> bool:
 
 
 def _shared(batch: Any, two: Any, size: int, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (place, value) of fields with no row per entry and the same shape in both batches."""
+    """Yield (name, value) of each field without rows that has one shape in `batch` and `two`."""
     if isinstance(batch, _LEAVES):
         if getattr(batch, "shape", ()) == getattr(two, "shape", ()):
             yield place, batch
@@ -460,7 +460,7 @@ def _is_length(value: Any, lengths: set[int]) -> bool:
 
 
 def _differ(rows: list[list[Any]], others: list[list[Any]]) -> bool:
-    """Return whether no row equals any of `others`, although some rows have the same form."""
+    """Return whether rows of the same form exist in both lists, but no equal rows."""
     found = [_equal(row, other) for row in rows for other in others]
     return False in found and True not in found
 
@@ -470,7 +470,6 @@ def _has_rows_of(rows: list[list[Any]], others: list[list[Any]]) -> bool:
 
 
 def _equal(x: Any, y: Any) -> bool | None:
-    """Return whether two rows, or parts of rows, are equal; None if their forms differ."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return _equal_tensors(x, y)
     if type(x) is not type(y):

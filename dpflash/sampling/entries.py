@@ -1,4 +1,4 @@
-"""Replaces entries that cannot be part of a batch by padding; checks each entry by itself."""
+"""Replaces entries that cannot be part of a batch by padding. Checks each entry by itself."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Collate = Callable[[list[Any]], Any]
 
 # Number of first entries from which the common form is determined.
 _FIRST = 7
-# Number of reads of an entry; an entry that is equal in all of them counts as always equal.
+# An entry that is equal in this number of reads counts as equal in all reads.
 _REPEATS = 8
 _IMMUTABLE = {int, float, bool, str, bytes, NoneType}
 _FAILED: Any = object()
-# Of longer lists only the set of the elements' types is compared, not the order of elements.
+# Lists up to this length are compared by element; longer ones by the set of element types.
 _FIELDS = 16
-# Objects nested more deeply are distinguished by their types alone.
+# Objects at a deeper level of nesting are compared by type alone.
 _DEPTH = 6
 _STORAGE = ("dtype", "layout", "device", "requires_grad")
-# Number of first batches of a DataLoader worker that get versions without longer entries too;
-# the second number is the largest number of such versions of one batch.
+# A DataLoader worker also makes versions without the longer entries (`Shorter`) of its first
+# `_SHORTENED` batches, and at most `_VARIANTS` versions of each batch.
 _SHORTENED = 32
 _VARIANTS = 3
 # Smallest number of samples at which `BadShare` decides.
@@ -178,16 +178,16 @@ class FittingCollate:
     entry fits if the collate function can make a batch from it, alone and together with the model
     entry, and the batch has the same fields and dtypes (and shapes, if the length is public) as a
     batch of the model entry. Numbers of narrower dtypes, such as integers among fractions, are
-    converted. So neither the decision whether an entry fits, nor its row, depends on the other
-    entries of its batch. A batch is used unchanged only if entries with the same types and dtypes
-    were found to fit unchanged, since an entry with an additional field could go unnoticed among
-    others. Adding one entry to the dataset may leave no model entry, but never changes the fields
-    of the model entry. If a dataset reads several entries at once, entries are compared in the
-    form that they have when read together.
+    converted. So neither the decision whether an entry fits, nor the entry's row, depends on the
+    other entries of the batch. Among other entries, an additional field of one entry could go
+    unnoticed. So a batch is collated without a test only if each entry has the types and dtypes of
+    an entry that was tested and fits unchanged. Adding one entry to the dataset may leave no model
+    entry, but never changes the fields of the model entry. If a dataset reads several entries at
+    once, entries are compared in the form that they have when read together.
 
-    A dataset may change the form of all its entries, for example in a curriculum of lengths. If an
-    entry does not fit, the model entry is read again; if the model entry no longer fits, the form
-    is determined again, which gives the same form if only single entries have changed.
+    A dataset may change the form of all its entries, for example in a curriculum of lengths. So if
+    an entry does not fit, the model entry is read again. If the model entry no longer fits, the
+    form is determined again; if only single entries have changed, the form stays the same.
 
     Args:
         collate: the user's function.
@@ -196,9 +196,9 @@ class FittingCollate:
         each: the number of rows of a unit, which are contiguous.
 
     Raises:
-        PrivateRefusal: the function fails on the first entries, or on a batch of entries that fit;
-            the rows of a batch are in another order than its entries; or the function is a `PadTo`
-            with a padding value for a field that the model entry does not have.
+        PrivateRefusal: the function fails on the first entries or on a batch of entries that fit,
+            changes the order of entries, or is a `PadTo` with a padding value for a field that the
+            model entry lacks.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class FittingCollate:
     ) -> tuple[Shorter, ...]:
         """Return versions of a batch without its longer items (entries or indices).
 
-        There is one version for each length that varies, and none if collating is random.
+        There is one version for each length that varies, and no version if collating is random.
         """
         if form is None or len(items) < 2 or not self._may_shorten():
             return ()
@@ -320,7 +320,7 @@ class FittingCollate:
         return self._left >= 0
 
     def _kept_rows(self, alone: list[Any]) -> list[list[bool]]:
-        """Return lists of rows to keep: one for each length that differs between entries."""
+        """Return the rows that each shorter version keeps; one version per length that differs."""
         if any(batch is _FAILED for batch in alone):
             return []
         shapes = [{n: x.shape for n, x in _numbers_of(batch)} for batch in alone]
@@ -336,8 +336,6 @@ class FittingCollate:
     def _refuse_moved(
         self, batch: Any, items: list[Any], indices: list[int], *, by_index: bool
     ) -> None:
-        """Refuse a batch whose rows are in another order than its entries."""
-
         def again(index: int) -> Any:
             with random_state_kept():
                 anew = [self._item(index, by_index=by_index) for _ in range(_REPEATS)]
@@ -431,7 +429,7 @@ class FittingCollate:
         return _Form(index, self.dataset[index] if by_index else item, two, three)
 
     def _is_common(self, form: _Form, items: list[Any]) -> bool:
-        """Return whether so many items fit that one more entry could not make another form win."""
+        """Return whether at least half of the items fit the form, even with one item fewer."""
         by_index = self.dataset.reads_together
         count = sum(self._fits(x, form, by_index=by_index, adopts=False) for x in items)
         return len(items) == 1 or 2 * (count - 1) >= len(items)
@@ -460,7 +458,6 @@ class FittingCollate:
         return index if by_index else self.dataset[index]
 
     def _of_fetched(self, entries: list[Any] | Together) -> Any:
-        """Return the batch of fetched entries, or `_FAILED`."""
         if isinstance(entries, Together):
             return self._tried(entries.whole)
         if isinstance(entries, _Fetched) and not entries.are_together:
@@ -481,7 +478,6 @@ class FittingCollate:
         return self._tried(copies)
 
     def _tried(self, whole: Any) -> Any:
-        """Call the collate function; return its batch, or `_FAILED` if it raises an error."""
         parts = whole if isinstance(whole, list) else [whole]
         unreadable = next((e for e in parts if isinstance(e, Unreadable)), None)
         if unreadable is not None:
@@ -492,7 +488,6 @@ class FittingCollate:
             return self._failed(repr(error))
 
     def _failed(self, error: str, *, uncopied: type | None = None) -> Any:
-        """Store the reason for an error message, and return `_FAILED`."""
         self._error, self._uncopied = error, uncopied
         return _FAILED
 
@@ -563,7 +558,7 @@ class _Form:
         self._fields, self._lengths = self._of(two, 2)
         self._dtypes = {place: x.dtype for place, x in _numbers_of(two)}
         self._varying: set[str] = set()
-        # Only shapes are read from now on, and the batches of long entries are large.
+        # From now on only shapes are read, so free the values, which may be large.
         with suppress(Exception):  # some containers refuse other values
             kinds = (Tensor, np.ndarray)
             shapes = tuple(map_leaves(_without_values, x, kinds=kinds) for x in (two, three))
@@ -572,7 +567,7 @@ class _Form:
     def adopted(self, batch: Any) -> Any:
         """Convert numbers of narrower dtypes in a batch to the dtypes of the form.
 
-        So the dtype of an integer does not depend on whether its batch contains a fraction.
+        So the dtype of a field does not depend on whether the batch contains a fraction in it.
         """
         new = {}
         for place, x in _numbers_of(batch):
@@ -614,7 +609,7 @@ def _numbers_of(batch: Any, place: str = "", depth: int = 0) -> Iterator[tuple[s
 
 
 def _without_values(x: Any) -> Any:
-    """A tensor or array of the same shape that holds one value."""
+    """Return a tensor or array of the same shape that stores a single value."""
     if isinstance(x, np.ndarray):
         return np.broadcast_to(np.empty((), x.dtype), x.shape)
     if type(x) is not Tensor or x.is_nested or x.layout != torch.strided or x.is_quantized:
@@ -629,15 +624,15 @@ def _longest_in_each(lengths: Sequence[int], each: int) -> list[int]:
 
 
 def _stable(batch: Any, again: Any) -> set[str]:
-    """Return the places whose values have the same bits in two batches of the same entries."""
+    """Return the fields whose values have the same bits in two batches of the same entries."""
     others = dict(_numbers_of(again))
     return {n for n, x in _numbers_of(batch) if n in others and _is_same(x, others[n])}
 
 
 def _with_places_of(batch: Any, shorter: Any, stable: Collection[str]) -> Any | None:
-    """Return the shorter batch, with unstable values (a counter, a time) taken from the batch.
+    """Return `shorter`, with the fields that are not `stable` (a counter, a time) from `batch`.
 
-    Return None if an unstable value has another shape in the batch.
+    Return None if such a field has different shapes in the two batches.
     """
     own, new = dict(_numbers_of(batch)), {}
     for place, x in _numbers_of(shorter):
@@ -659,14 +654,14 @@ def _is_same(x: Any, y: Any) -> bool:
 
 
 def _holds(dtype: Any, other: Any) -> bool:
-    """Return whether type promotion of `dtype` and `other` gives `dtype`."""
+    """Return whether `dtype` can hold `other`, that is, whether their promotion is `dtype`."""
     if isinstance(dtype, torch.dtype):
         return torch.promote_types(dtype, other) == dtype
     return {dtype.kind, other.kind} <= set("biuf") and np.promote_types(dtype, other) == dtype
 
 
 def _replaced(batch: Any, new: dict[int, Any], depth: int = 0) -> Any:
-    """Replace tensors and arrays of a batch; `new` maps the id of an old one to a new one."""
+    """Replace tensors and arrays of a batch; `new` maps ids of old ones to new ones."""
     if next(iter(parts_of(batch)), None) is None and not isinstance(batch, Tensor | np.ndarray):
         for name, part in parts_within(batch) if depth < _DEPTH else ():
             changed = _replaced(part, new, depth + 1)
@@ -679,7 +674,7 @@ def _replaced(batch: Any, new: dict[int, Any], depth: int = 0) -> Any:
 def _described(
     batch: Any, two: Any, three: Any, size: int, place: str = ""
 ) -> Iterator[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
-    """Yield (place, kind, lengths) of all parts of a batch; lengths omit the number of rows."""
+    """Yield (place, kind, lengths) of all parts of a batch; lengths are sizes other than rows."""
     if isinstance(batch, Tensor) and batch.is_nested:
         yield place, (type(batch), batch.dtype), ()
         return

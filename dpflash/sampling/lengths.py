@@ -57,7 +57,7 @@ class PadTo:
         return [name for name in given if name not in names]
 
     def without_value(self, sample: Any) -> list[Any]:
-        """Return the keys of a sample's sequences of targets that have no padding value."""
+        """Return the keys of a sample's target sequences for which no padding value was given."""
         given: Any = {} if self.padding_value is None else self.padding_value
         if not isinstance(given, Mapping):
             return []
@@ -154,9 +154,9 @@ class Lengths:
             return f"public, {self.declared} as declared"
         if self.differ:
             return (
-                "not public, shapes differ between batches: if padding does not change a sample's "
-                "own loss, the bound holds up to the rounding of other lengths (for an exact "
-                "bound, pad with dpflash.sampling.PadTo)"
+                "not public, shapes differ between batches: if padding does not change a "
+                "sample's own loss, the bound holds up to the rounding of other lengths (for an "
+                "exact bound, pad with dpflash.sampling.PadTo)"
             )
         if self._seen is None:
             return "unknown, the private loader itself has yielded no batch yet"

@@ -1,8 +1,8 @@
 """PrivateDataLoader: yields logical batches in microbatches with a public number of rows.
 
-One optimizer step releases one logical batch, which consists of one or more microbatches. Each
-microbatch is yielded with a mark that says whether it is the last one, so a loop that stops within
-a logical batch leaves no stale state. `slots` chooses the rows that hold samples.
+One optimizer step releases one logical batch, which consists of one or more microbatches. The mark
+of each microbatch says whether it is the last one, so a loop that stops within a logical batch
+leaves no stale state. `slots` chooses the rows that hold samples.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Seeded:
 
     def __iter__(self) -> Iterator[SeededIndices]:
         for number, indices in enumerate(self._rows):
-            # Begin here, after a sampler of the user has drawn its own random numbers.
+            # Begin only now, after a sampler of the user has drawn its own random numbers.
             self._seeds.begin()
             yield SeededIndices(indices, self._seeds.of("reading", *self._place(number)))
 
@@ -78,8 +78,8 @@ class _CollateForOthers:
     """The user's collate function for other loaders, whose batches have no padding rows.
 
     An empty logical batch becomes one padding row, a copy of entry 0. If DataLoader workers fetch
-    ahead, the row is blank, since a loop that leaves out steps could count it as a sample, see
-    `BatchTracker`.
+    ahead, this row is blank instead, since a loop that leaves out steps could count the row as a
+    sample, see `BatchTracker`.
 
     Raises:
         PrivateRefusal: an entry cannot be part of a batch, and no padding row can replace it.
@@ -274,7 +274,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         super().__init__(
             plan.dataset,
             batch_sampler=source,
-            # Used by other loaders over batch_sampler, which get an empty batch as an empty list.
+            # Other loaders over batch_sampler use it, and call it with [] for an empty batch.
             collate_fn=_CollateForOthers(made, readable, blank=loader.num_workers > 0),
             **options,
         )
@@ -316,7 +316,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def is_real(self) -> Tensor:
         """`[B]`, bool: True for the current microbatch's rows that are samples. PRIVATE.
 
-        With packed documents it has one element for each document, with pairs one for each pair.
+        With packed documents there is one element for each document, with pairs one for each pair.
         In an isolation test (trial) all elements are False, so that a mean would be NaN. Use sums
         and counts: `total += losses[loader.is_real].sum()`, `count += loader.is_real.sum()`. The
         losses of padding rows have no meaning.
@@ -334,7 +334,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
 
     @property
     def bad_entries(self) -> int:
-        """Number of samples that could not be read or collated, and of entries without a unit.
+        """Number of samples that could not be read or collated, plus entries without a unit.
 
         Padding rows have replaced these samples. PRIVATE.
         """
@@ -359,11 +359,11 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         return self._mark
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # The samplers test this too, but with DataLoader workers they run ahead of the releases.
+        # Samplers test the budget too, but with workers samplers run ahead of the releases.
         draw = None if self._draws is None else self._draws.position
         if not self.tracker.may_begin(True, draw):
             if draw is not None and self.plan.bands > 1:
-                # The rest of the round belongs to a logical batch that the loop has left.
+                # The loop left a logical batch without a release: end the round of banded noise.
                 self.tracker.resume(draw, returns=self.tracker.returns)
             return
         self.tracker.abandon()
@@ -376,7 +376,6 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
             self.tracker.end_epoch(self._mark)
 
     def _observed(self, marked: Iterator[tuple[Any, BatchMark]]) -> Iterator[Any]:
-        """Yield the batches, and compare each batch with those before it."""
         for batch, mark in marked:
             self._mark = mark
             if self.has_pairs:
@@ -405,7 +404,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         return self._seeds.apart()
 
     def _fetched(self) -> Iterator[Collated]:
-        """Yield the fetched batches; save the generators' states unless a user's sampler runs."""
+        """Yield the fetched batches; unless shuffled, save the generators' states after each."""
         if self._draws is not None:
             self._seeds.begin()
         batches, trial, fitting = iter(self._padded), self._trial, self._fitting
@@ -434,7 +433,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def _tried(
         self, made: Collated, mark: BatchMark, epoch: int
     ) -> Iterator[tuple[Any, BatchMark]]:
-        """Yield the microbatch; before it, if due, the public example and the trials."""
+        """Yield the public example and the trials that are due, and then the microbatch."""
         trial, batch = self._trial, made.batch
         if trial is not None:
             trial.sandbox.end_microbatch()
@@ -466,7 +465,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         for given in () if self._example is None else self._example.runs():
             size = len(given.kept)
             units = Pairs.units(size) if self.has_pairs else given.units
-            # Number it -1, so that its random masks are not those of the first microbatch.
+            # Number -1, so that the example's random masks are not those of microbatch 0.
             own = replace(BatchMark(mark.draw, size, False, -1).of_trial, units=units)
             self.tracker.begin_microbatch(own, epoch)
             yield given.batch, own
@@ -484,7 +483,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
             return
         for given in place_trial.runs(made.batch, self._places(made, mark, epoch)):
             try:
-                # Number below -1, so that these runs do not change the microbatch's own masks.
+                # Numbers below -1, so that these runs do not change the microbatch's masks.
                 own = replace(mark.of_trial, microbatch=-2 - mark.microbatch)
                 if isinstance(given, PackedBatch):
                     own = replace(own, units=given.units)
@@ -498,7 +497,6 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
                     self.tracker.leave_trial()
 
     def _places(self, made: Collated, mark: BatchMark, epoch: int) -> list[Place]:
-        """Return versions of a microbatch with its samples in other rows."""
         if isinstance(made.batch, PackedBatch):
             other = moved(made.batch) or copied(made.batch)
             return [Place(other, self._kept_units([True] * mark.size, mark), OTHER_NEIGHBORS)]
@@ -514,7 +512,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         return places
 
     def _kept_units(self, rows: list[bool], mark: BatchMark) -> Tensor:
-        """Return `[U]`, bool: True for samples that keep all of their rows."""
+        """Return `[U]`, bool: True for samples of which `rows` keeps all rows."""
         index = torch.arange(mark.size) if mark.units is None else mark.units.index
         if len(index) != len(rows):  # `rows` has one element for each pair
             index = torch.arange(mark.size)
@@ -535,7 +533,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
                 yield given, its_mark
 
     def _without(self, bad: Sequence[int], mark: BatchMark) -> BatchMark:
-        """Count the bad entries; return the mark of the batch with padding in their place."""
+        """Count the bad entries, and return the mark in which these entries are padding."""
         left = mark.without(bad)
         count = mark.count
         self._bad_entries += count - left.count
@@ -551,7 +549,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def state_dict(self) -> dict[str, int]:
         """Return the position; a logical batch that was not released yet will be drawn again."""
         state = {"next_draw": self.tracker.next_draw, "returns": self.tracker.returns}
-        # If another loader signals the steps, the current logical batch is unknown.
+        # If another loader signals the steps, the number of the current logical batch is unknown.
         if self.tracker.signalled and self._draws is not None:
             state["next_draw"] = self._draws.position
         return state
@@ -559,7 +557,8 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def load_state_dict(self, state: Mapping[str, int], *, key: bytes | None = None) -> None:
         """Continue at a position; open epochs end. All ranks call this together.
 
-        If the position is an earlier one, the logical batches from there on are sampled anew.
+        If the loader was past this position, logical batches from the position on are sampled
+        anew.
 
         Args:
             state: a `state_dict()` of a loader with this sampling scheme.

@@ -20,7 +20,7 @@ from .entries import FittingCollate, ReadableEntries, Unreadable, copied
 _CANDIDATES = 32
 _CHOICES = 4
 _BATCHES = 8
-# Two means of random rows differ by more than 3 standard errors in less than 1 of 100 cases.
+# Means of equally distributed rows differ by more than 3 standard errors in 1 of 100 cases.
 _ERRORS = 3.0
 _AGREE = 3
 _SECONDS = 3.0
@@ -88,7 +88,7 @@ def _choices(read: dict[int, Any]) -> Iterator[list[int]]:
 
 
 def _is_moved(make: Callable[[list[int]], Any], entries: list[int], others: list[int]) -> bool:
-    """Return whether some field has its rows in another order, and no field in the entries' order.
+    """Return whether a field's rows are in another order, and no field's rows follow the entries.
 
     Args:
         make: function that makes a batch from indices.
@@ -126,7 +126,7 @@ def _is_apart(distance: float, error: float) -> bool:
 
 
 def _fields(make: Callable[[list[int]], Any], indices: list[int]) -> list[Tensor]:
-    """Return `[n, B, d]`, from n batches, for each field with a row for each of B entries."""
+    """Return the numbers `[n, B, d]` of each field with B rows, from n batches of B entries."""
     size = len(indices)
     batches = [list(_columns(make(indices), size)) for _ in range(2)]
     if any(not torch.equal(x, y) for x, y in zip(*batches, strict=True)):
@@ -140,7 +140,7 @@ def _fields(make: Callable[[list[int]], Any], indices: list[int]) -> list[Tensor
 
 
 def _columns(batch: Any, size: int, depth: int = 0) -> Iterator[Tensor]:
-    """Yield `[B, d]` for each part of a batch with B rows, also for a tuple of B fields."""
+    """Yield the numbers of each part of a batch that has length B, `[B, d]`."""
     is_array = isinstance(batch, Tensor | np.ndarray)
     if (batch.ndim if is_array else isinstance(batch, list | tuple)) and len(batch) == size:
         yield pad_sequence([_vector(row) for row in batch], batch_first=True)
@@ -150,7 +150,7 @@ def _columns(batch: Any, size: int, depth: int = 0) -> Iterator[Tensor]:
 
 
 def _vector(value: Any, depth: int = 0) -> Tensor:
-    """Return the numbers and strings in a value as float64 numbers `[d]`."""
+    """Return all numbers and strings in a value as one vector `[d]`, float64."""
     if isinstance(value, np.ndarray | np.generic):
         is_number = value.dtype.kind in "biuf"
         value = torch.as_tensor(value.astype(np.float64)) if is_number else value.tolist()

@@ -56,7 +56,7 @@ def refuse_repeated(dataset: Dataset[Any]) -> None:
 
 
 def _origins(dataset: Dataset[Any], known: dict[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each entry, its innermost dataset's number and its index in that dataset."""
+    """Return, for each entry, the number of its innermost dataset and its index there."""
     if type(dataset) is ConcatDataset:
         parts = [_origins(part, known) for part in dataset.datasets]
         return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])

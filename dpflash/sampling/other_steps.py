@@ -21,10 +21,10 @@ from ..refusal import PrivateRefusal
 from .tracker import BatchTracker
 
 _COUNTED = (
-    "another optimizer's step() in a microbatch of the private loader that is a trial, or not the "
-    "last of its logical batch: the number of microbatches is private, so these steps would be "
-    "counted by private data. Step the other model (a GAN's generator, a probe) only if "
-    "`loader.is_last` is True, as often as `loader.releases` counts, or outside of the loop "
+    "another optimizer's step() in a microbatch of the private loader that is a trial, or not "
+    "the last of its logical batch: the number of microbatches is private, so these steps would "
+    "be counted by private data. Step the other model (a GAN's generator, a probe) only if "
+    "`loader.is_last` is True, or as often as `loader.releases` counts, or outside of the loop "
     "(keep no iterator of the loader)"
 )
 
@@ -39,14 +39,15 @@ class _Steps:
 
     def __init__(self) -> None:
         self._free: WeakKeyDictionary[BatchTracker, int] = WeakKeyDictionary()
-        # A loader at a batch's end -> its microbatches, and those of the loaders within a batch.
+        # Loader whose logical batch has ended -> the number of microbatches received from it, and
+        # the numbers received then from loaders that are within a logical batch.
         self._ends: WeakKeyDictionary[BatchTracker, tuple[int, list[int]]] = WeakKeyDictionary()
 
     def may_take(self, within: Sequence[BatchTracker], ended: Sequence[BatchTracker]) -> bool:
-        """Return whether a logical batch has just ended, or the parameter steps here as before.
+        """Return whether a logical batch just ended, or this microbatch is that of the first step.
 
-        The end of one loader's logical batch allows no further steps once another loader goes on,
-        since the ended loader's iterator may be kept, or belong to an outer loop.
+        The end of one loader's logical batch allows no further steps once another loader yields a
+        microbatch: the first loader may belong to an outer loop, or its iterator may be kept.
         """
         places = [tracker.received for tracker in within]
         for tracker in ended:
@@ -57,8 +58,8 @@ class _Steps:
         return all(self._free.setdefault(t, t.received) == t.received for t in within)
 
 
-# Keyed by parameter, since an optimizer may be created anew for each step. Kept when a loop ends:
-# otherwise one step per loop, in a microbatch that few logical batches have, would be allowed.
+# The keys are parameters, since a loop may create an optimizer for each step. Entries stay when a
+# loop ends. Otherwise each loop could step once in a microbatch that few logical batches have.
 _stepped: Any = WeakIdKeyDictionary()
 
 
@@ -82,7 +83,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def refuse_counted_step(optimizer: Optimizer, *, has_closure: bool = False) -> None:
-    """Refuse a step within a logical batch if its parameters stepped in another microbatch."""
+    """Refuse a step within a logical batch, unless its parameters stepped in this place before."""
     thread = get_ident()
     own = [tracker for tracker, threads in _iterated.items() if thread in threads]
     within = [t for t in own if not (t.is_waiting or t.current is None or t.current.last)]

@@ -216,16 +216,16 @@ class SamplingPlan:
 
     @property
     def bands(self) -> int:
-        """Number of bands of the noise; if above 1, `event` is the cost of as many releases."""
+        """Number of bands of the noise; `event` is the cost of this number of releases."""
         return 1 if self.mechanism is None else self.mechanism.bands
 
     @property
     def rate_of_part(self) -> float:
-        """The probability of a sample in a logical batch that is sampled from its part."""
+        """The probability of a sample in a logical batch that is drawn from the sample's part."""
         return 1.0 if self.sample_rate * self.bands > 1 else self.sample_rate * self.bands
 
     def events_of(self, steps: int) -> int:
-        """Return how often `event` is charged for `steps` logical batches without interruption."""
+        """Return how often `event` is charged for `steps` consecutive logical batches."""
         is_epoch = self.event_covers_epoch or self.is_allocated
         return -(-steps // (self.steps_per_epoch if is_epoch else self.bands))
 
@@ -242,8 +242,9 @@ class SamplingPlan:
     def event(self, noise_multiplier: float) -> Event:
         """Return the cost of releasing one logical batch with this noise.
 
-        With shuffled epochs or random allocation the event is the cost of a whole epoch with its
-        smallest noise multiplier; with cyclic Poisson sampling, of one batch from each part.
+        With shuffled epochs or random allocation, the event is the cost of a whole epoch, and the
+        noise multiplier is the smallest one of its steps. With cyclic Poisson sampling, the event
+        is the cost of one batch from each part.
         """
         if self.sampling == "shuffled":
             return ShuffledGaussian(noise_multiplier=noise_multiplier)
@@ -273,7 +274,7 @@ class SamplingPlan:
 
     @property
     def sampler_name(self) -> str:
-        """The accountant's name of the sampling, which may be "truncated_poisson"."""
+        """The accountant's name of the sampling: "truncated_poisson" with max_batch_size."""
         return self.event(1.0).sampler
 
     # Privacy unit
@@ -357,7 +358,6 @@ def _refuse_small_parts(bands: int, batch_size: int, rate: float) -> None:
 
 
 def _length(dataset: Any) -> int:
-    """Return the number of entries of a map-style dataset; refuse an empty dataset."""
     remedy = "use a map-style dataset, with __len__ and __getitem__"
     try:
         num_samples = len(dataset)

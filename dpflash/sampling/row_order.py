@@ -17,7 +17,7 @@ from torch import Tensor
 from ..verification.digests import as_words, row_digests
 from .batch_tensors import batch_tensors
 
-# On a CPU all batches are checked; on a GPU, where each check waits for the device, 8 batches.
+# On a CPU all batches are checked. On a GPU only 8 are, since a check waits for the device.
 _LOOKED_AT = 8
 SORTING = (
     "so padding rows could not be distinguished from samples and nothing was released: keep the "
@@ -29,9 +29,9 @@ SORTING = (
 class CollatedOrder:
     """Finds batches whose rows are in another order than the entries that were fetched.
 
-    All rows that repeat one entry a are equal, unless reading a is random or rows were moved. Rows
-    were moved if the row of another entry b has the content that a always has, although b always
-    has another content. Moves between equal entries are not detected.
+    If entry a is read repeatedly and most of its rows are equal, their content is that of a. Rows
+    were moved if the row of entry b has the content of entry a, and b itself has another content.
+    Moves between equal entries are not detected.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class CollatedOrder:
 
 
 def _always(batch: Any, size: int) -> Tensor | None:
-    """Return the digests that more than B of the 2 B + 1 rows of a batch have in common, or None.
+    """Return the digests that more than B of a batch's 2 B + 1 rows have; None if none are common.
 
     Args:
         batch: a batch of B entries and B + 1 rows of one entry.
@@ -94,5 +94,4 @@ def _with_rows(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
 
 
 def _digests(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the digest of each row in each tensor, `[B, tensors]`."""
     return torch.stack([row_digests(x).cpu() for x in tensors], 1)

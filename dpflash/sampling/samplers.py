@@ -34,8 +34,8 @@ class FixedDraws(Fixed):
 class DrawSampler(FixedDraws, Uncopied, ABC):
     """Base class of samplers. Logical batch t is a function of the key and t.
 
-    Iteration yields this rank's samples only, at most physical_batch_size at a time. Only loaders
-    other than the private loader iterate it; the private loader adds padding rows (see `slots`).
+    Iteration yields this rank's samples only, at most physical_batch_size at a time. Only other
+    loaders iterate over a sampler; the private loader adds padding rows (see `slots`).
 
     Args:
         num_samples: size of the dataset.
@@ -131,7 +131,8 @@ class DrawSampler(FixedDraws, Uncopied, ABC):
     def resume(self, position: int, *, returns: int = 0, key: bytes | None = None) -> None:
         """Continue at logical batch `position`; the next epoch is the rest of that batch's epoch.
 
-        If this sampler has already drawn that logical batch, it draws another under a new key.
+        If this sampler has already drawn logical batch `position`, it draws that batch anew under
+        a new key.
 
         Args:
             position: number of the logical batch.
@@ -205,7 +206,8 @@ class PoissonBatchSampler(DrawSampler):
         else:
             included = (words < int(self.sample_rate * 2**64)).nonzero()[0]
         if cap is not None and len(included) > cap:
-            # Words below the threshold are uniform, so the smallest ones are a uniform subset.
+            # Words below the threshold are uniform: samples with the smallest are a uniform
+            # subset.
             included = included[_least(words[included], cap)]
         return [int(i) for i in included]
 
@@ -257,7 +259,6 @@ class CyclicPoissonBatchSampler(PoissonBatchSampler):
         return [int(i) for i in drawn[self._parts()[drawn] == index % self.parts]]
 
     def _parts(self) -> np.ndarray:
-        """Return the part of each sample, `[num_samples]`."""
         key = self.key
         if self._known is None or self._known[0] != key:
             words = uniform_words(derive_key(key, "parts"), index=0, count=self.num_samples)
@@ -293,7 +294,6 @@ class RandomAllocationBatchSampler(DrawSampler):
         return [int(i) for i in (self._steps(epoch) == step).nonzero()[0]]
 
     def _steps(self, epoch: int) -> np.ndarray:
-        """Return the step of each sample in an epoch, `[num_samples]`."""
         key = self.key
         if self._known is None or self._known[:2] != (key, epoch):
             own = derive_key(key, "allocation")
@@ -346,7 +346,6 @@ class FixedSizeBatchSampler(DrawSampler):
 
 
 def _least(words: np.ndarray, count: int) -> np.ndarray:
-    """Return the positions of the `count` smallest words, ascending."""
     if count >= len(words):
         return np.arange(len(words))
     return np.sort(np.argpartition(words, count - 1)[:count])

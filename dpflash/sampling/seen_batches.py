@@ -16,10 +16,10 @@ from ..verification.digests import row_digests
 from .batch_tensors import batch_tensors
 from .tracker import BatchMark
 
-# On a CPU all batches are checked; on a GPU, where each check waits for the device, 8 batches.
+# On a CPU all batches are checked. On a GPU only 8 are, since a check waits for the device.
 _LOOKED_AT = 8
 _REMEMBERED = 1 << 16
-# A row with fewer numbers than this may be equal to a row of another batch by chance.
+# A row with fewer different numbers than this may equal a row of another batch by chance.
 _DISTINCTIVE = 8
 
 # The `SeenBatches` of all loaders over which a loop iterates now.
@@ -42,8 +42,7 @@ class SeenBatches:
         # Hashes of whole tensors in earlier batches, and of their single rows.
         self._past: OrderedDict[int, None] = OrderedDict()
         self._past_rows: OrderedDict[int, None] = OrderedDict()
-        # Hashes of rows that were equal for all samples of a batch; one row of each sample of the
-        # current batch.
+        # `_shared`: hashes of rows that were equal for all samples of a batch.
         self._shared: OrderedDict[int, None] = OrderedDict()
         self._row_of_each: list[int] = []
         self._rows = 0
@@ -53,7 +52,7 @@ class SeenBatches:
     @contextmanager
     def iterated(self) -> Iterator[None]:
         """Mark in the with block that the loop iterates over an epoch of the loader."""
-        # Use a local name, since the global one may be gone when the interpreter exits.
+        # Use a local name: when the interpreter exits, the global name may be gone.
         iterated = _iterated
         iterated.add(self)
         try:
@@ -130,8 +129,8 @@ class SeenBatches:
     def of_batch(self, given: Sequence[Tensor]) -> list[Tensor]:
         """Return the model's arguments that are, or may be computed from, the batch's tensors.
 
-        If the model got more arguments of one shape than the batch has tensors of this shape, the
-        loop may have created them.
+        Arguments of one shape are left out if there are more of them than the batch has tensors of
+        this shape, since the loop may have created them.
         """
         left = Counter(x.shape[:2] for x in self._tensors)
         left.subtract(x.shape[:2] for x in given)
@@ -178,9 +177,9 @@ class SeenBatches:
         return sorted(found)
 
     def _rows_of_batch(self) -> list[_Rows]:
-        """Return `_Rows` of the current batch's tensors; record rows that all samples share.
+        """Return `_Rows` of the current batch's tensors, and record rows that all samples share.
 
-        Record none if the samples differ in no tensor: padding may then repeat a single sample.
+        Record no rows if no tensor differs between samples: padding may repeat a single sample.
         """
         found = [_Rows(x) for x in self._tensors if _has_rows(x)]
         each = self._row_of_each
@@ -224,7 +223,7 @@ class _Rows:
 
 
 def _row_of_each(mark: BatchMark, each: int) -> list[int]:
-    """Return one row of each sample that is not padding; [] if a row holds several samples."""
+    """Return one row's index for each sample, without padding; [] for rows of several samples."""
     units = mark.units
     if mark.is_trial:
         return []

@@ -52,10 +52,10 @@ def slots_of_draws(
 ) -> int:
     """Return the number of rows of a microbatch for Poisson sampling.
 
-    This is the largest number with at most 10% padding on average. It is a power of two or three
-    times a power of two, so that vector loops have no scalar remainder, and at least two if a rank
-    expects three samples or more. If a microbatch may hold `cap` samples, it has that many rows:
-    every logical batch is then one microbatch, with more padding.
+    This is the largest number with at most 10% padding on average. It is a power of two, or three
+    times a power of two, so that vector loops have no scalar remainder. It is at least two if a
+    rank expects three samples or more. If a microbatch may hold `cap` samples, the number is
+    `cap`: each logical batch is then one microbatch, with more padding.
 
     Args:
         num_samples: public size of the dataset.
@@ -150,14 +150,14 @@ class SlotSampler:
                 yield rows
 
     def _rows(self, placed: Any, draw: int) -> tuple[list[Any], Tensor, Units | None]:
-        """Return (indices of a microbatch's rows, bool mask of slots with samples, units)."""
+        """Return (dataset index of each row, bool mask of rows that are samples, units)."""
         real = placed >= 0
         # Padding repeats a sample of the same batch, so that it adds no new length.
         filler = int(placed[real.argmax()]) if real.any() else 0
         return [int(x) if x >= 0 else filler for x in placed], torch.from_numpy(real), None
 
     def placed(self, draw: int, drawn: list[int]) -> Any:
-        """Return this rank's `[microbatches, slots]`: indices of samples, or -1 for padding."""
+        """Return the sample in each row of this rank, `[microbatches, slots]`; -1 for padding."""
         rank, ranks = self._draws.rank_part
         rounds = max(1, -(-len(drawn) // (self.slots * ranks)))
         key = derive_key(self._draws.key, "slots")
@@ -179,7 +179,7 @@ class RealRows:
         self._held: tuple[Tensor, Tensor] | None = None
 
     def of(self, x: Tensor) -> Tensor | None:
-        """Return the mask for the rows of x, copied to x's device once per microbatch."""
+        """Return the mask for the rows of x on x's device; copy it once per microbatch."""
         mask = self.mask_of(x.shape[0])
         if mask is None:
             return None

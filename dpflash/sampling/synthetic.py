@@ -22,10 +22,10 @@ from .entries import ReadableEntries
 
 SAMPLES = 4
 TOKENS = 16  # largest number of tokens of a sample
-# If a batch has more numbers than this, it gets at most as many samples as a batch of training.
+# A batch of more numbers than this has at most as many samples as a batch of training.
 _LARGE = 1024
-# For each sample, the number of tokens by which it is shorter than the longest. Two of the samples
-# never have as many tokens in total as the other two, which replace them.
+# For each sample, the number of tokens by which it is shorter than the longest sample. The tests
+# replace two samples by the other two, so the two pairs have different numbers of tokens.
 _SHORTER = (0, 7, 0, 2)
 # Number of first entries whose fields, dtypes and shapes are read.
 _FIRST = 7
@@ -52,8 +52,6 @@ class Ranges(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """The name and types of a field of an entry."""
-
     name: str
     kind: type  # class of the value, such as Tensor or list
     dtype: Any  # dtype of a tensor or array, else None
@@ -114,7 +112,7 @@ def _first(loader: DataLoader) -> list[Any]:
         dataset,
         batch_sampler=[[*range(min(_FIRST, len(dataset)))]],
         collate_fn=list,
-        # Read in a worker if there are any, since files opened here would be open before a fork.
+        # Read in a worker if there are any: files opened here would be open in later forks.
         num_workers=min(1, loader.num_workers),
     )
     return next(iter(made))
@@ -205,7 +203,7 @@ class _Values:
     def _sequence(
         self, name: str, longest: int, number: int, *, is_fixed: bool
     ) -> np.ndarray | None:
-        """Return tokens, labels or a mask, padded to `longest` if the length is fixed."""
+        """Return a sample's tokens, labels or mask, padded to `longest` tokens if `is_fixed`."""
         own, padding, tokens = lengths(longest)[number], 0, self._ranges.tokens
         if name in _TOKEN_IDS and tokens is not None:
             values, padding = self._rng.integers(tokens, size=longest), self._ranges.padding

@@ -92,7 +92,7 @@ class BatchMark:
 
     @property
     def of_rows(self) -> BatchMark:
-        """The mark with rows in place of units: `real` is True for rows that belong to a unit."""
+        """The mark for rows in place of units; `real` is True for rows that belong to a unit."""
         units = self.units
         if units is None:
             return self
@@ -103,12 +103,12 @@ class BatchMark:
 
     @property
     def of_trial(self) -> BatchMark:
-        """The mark of a trial of this microbatch, whose samples are all marked as padding."""
+        """The mark for a trial of this microbatch, in which all rows count as padding."""
         none = torch.zeros(self.size, dtype=torch.bool)
         return replace(self, last=False, real=none, is_trial=True)
 
     def without(self, bad: Sequence[int]) -> BatchMark:
-        """Return the mark with these entries, or the units that contain them, as padding."""
+        """Return the mark in which entries `bad`, or units that contain them, are padding."""
         if not bad and self.real is not None:
             return self
         real = torch.ones(self.size, dtype=torch.bool) if self.real is None else self.real.clone()
@@ -169,7 +169,7 @@ class BatchTracker:
         received: number of microbatches that the loop has received, trials included. PRIVATE.
         next_draw: number of the logical batch at which a resumed run continues.
         returns: number of times that the loader was set back to an earlier logical batch.
-        emitted: sizes of this epoch's logical batches that no signalled release has used.
+        emitted: sizes of this epoch's logical batches that wait for a signalled release.
         signalled: whether another loader has signalled a release, as Opacus' BatchMemoryManager
             does, which calls step() for each microbatch.
         signalled_now: whether the current step was signalled.
@@ -206,11 +206,11 @@ class BatchTracker:
         self._seen = 0
         self._summed = 0
         self._without_grad = False
-        # Whether, in this epoch, a batch had a backward, or was left without one under no_grad.
+        # Whether a batch of this epoch had a backward / was left without a backward under no_grad.
         self._is_trained = self._is_read = False
         self._releases_before = 0  # number of releases when the epoch began
         self._still_to_come = 0
-        # Kept after the release, since the loop may pass the rows of this batch again.
+        # Keep it after the release, since the loop may pass the rows of this batch again.
         self._last_yielded: BatchMark | None = None
         self._refused: BatchMark | None = None
         self._charged: BatchMark | None = None
@@ -375,9 +375,9 @@ class BatchTracker:
     def real_rows(self, rows: int) -> Tensor | None:
         """Return a mask `[rows]`, True for the current microbatch's samples; None if all are.
 
-        A foreign batch with as many rows as the batch released last may be that batch again, whose
-        padding rows would count a sample twice, so the mask of that batch is used. In other
-        loaders an empty logical batch is one padding row.
+        A foreign batch with as many rows as the batch released last may be that batch again, and
+        its padding rows would count a sample twice. So the mask of the released batch is used. In
+        loaders that iterate `batch_sampler`, an empty logical batch is one padding row.
         """
         if rows == 1 and self._is_empty_draw:
             return torch.zeros(1, dtype=torch.bool)
@@ -386,7 +386,7 @@ class BatchTracker:
 
     @property
     def _is_empty_draw(self) -> bool:
-        """Whether the current logical batch is empty, in another loader that signals its steps."""
+        """Whether the current logical batch is empty, if another loader signals the steps."""
         by_signal = self.current is None and self.waiting_signals > 0
         return by_signal and bool(self.emitted) and self.emitted[0] == 0
 
@@ -422,7 +422,7 @@ class BatchTracker:
     def begin_microbatch(self, mark: BatchMark, epoch: int) -> None:
         """Record that the loop received a microbatch of epoch number `epoch`."""
         if epoch != self.epochs:
-            # DataLoader workers may have fetched all batches of the older epoch before this.
+            # Samplers cannot check this: workers may have fetched the older epoch's batches.
             raise RuntimeError(EARLIER_EPOCH)
         begins_draw = self.current is None or self.current.draw != mark.draw
         self._leave_batch(ends_draw=begins_draw)
@@ -435,7 +435,7 @@ class BatchTracker:
             self._batch.begin_microbatch(mark.size, mark.units, begins_draw=begins_draw)
 
     def before_rows(self) -> None:
-        """Refuse a row-by-row run if the sum has this microbatch, or lacks an earlier one."""
+        """Refuse a run by rows if the sum already has this microbatch, or lacks an earlier one."""
         if self.backward_done:
             raise PrivateRefusal(SECOND) from None
         if self.current is not None and self._summed < self.current.microbatch:
@@ -575,7 +575,7 @@ class BatchTracker:
 
     @property
     def _hides_repeats(self) -> bool:
-        """Whether repeated batches stay undetected, being fetched ahead and of equal sizes."""
+        """Whether repeated batches stay undetected: fetched ahead by workers, and of one size."""
         return self._fetched_ahead and self._equal_sizes
 
     def released(self) -> None:

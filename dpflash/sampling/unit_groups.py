@@ -26,9 +26,9 @@ class UnitGroups:
 
     Args:
         dataset: a map-style dataset.
-        unit_of: the unit of each entry, in the dataset's order; or a function that returns the
-            unit of an entry, for which the whole dataset is read once. Units are compared by
-            value, such as numbers or strings. Several units are a tuple, list, set or 1-D tensor.
+        unit_of: the unit of each entry, in the dataset's order; or a function from an entry to its
+            unit, for which the whole dataset is read once. Units are compared by value, such as
+            numbers or strings. Several units are a tuple, list, set or 1-D tensor.
         limit: k, the largest number of entries of a unit in one logical batch ("unit"), or in all
             of training ("example").
         sampling: "unit" if units are sampled, "example" if entries are sampled.
@@ -111,8 +111,8 @@ class UnitGroups:
     def kept(self) -> Indices:
         """Return the entries to train on, at most `limit` of each unit, ascending.
 
-        In the dataset's order, an entry is taken if none of its units has `limit` entries yet. The
-        choice depends on the assignment of entries to units, not on the contents of the entries.
+        In the dataset's order, each entry is taken whose units all have fewer than `limit` entries
+        so far. The choice depends on the entries' units, not on the contents of the entries.
 
         Source: greedy contribution bounding of Ganesh et al. (arXiv:2503.03622).
         """

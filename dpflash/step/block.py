@@ -43,11 +43,11 @@ class Block:
 
     @property
     def place(self) -> int:
-        """Number of releases in the block before the release of the current logical batch."""
+        """Number of the block's releases that precede that of the current logical batch."""
         return self.place_of(None)
 
     def place_of(self, draw: int | None) -> int:
-        """Return how many releases of the block precede a logical batch (default: current)."""
+        """Return how many releases of the block precede a logical batch (default: the current)."""
         if self.bands == 1 or self._last is None:
             return 0
         if draw is None:
@@ -61,20 +61,20 @@ class Block:
 
     @property
     def round(self) -> tuple[int, str]:
-        """Return the number of releases per event, and a text: what begins the next event."""
+        """Return (number of releases per event, text on what begins a new event)."""
         return self.bands, f"rounds of {self.bands}, and a logical batch that is not released"
 
     def remaining(self, events: int) -> int:
-        """Return how many more releases `events` pay for, if every logical batch is released."""
+        """Return for how many more releases `events` pay, if every logical batch is released."""
         return events * self.bands + (-self.place % self.bands)
 
     @property
     def _stream(self) -> tuple[str, int]:
-        """Identify the noise key, and how often the loader was set back: numbers restart then."""
+        """Return (digest of the noise key, how often the loader was set back)."""
         return derive_key(self._keys.noise, "block").hex(), self._tracker.returns
 
     def check(self, bound: float, noise_multiplier: float) -> None:
-        """Raise if bound or noise differ from the block's, or if the noise cannot be exact.
+        """Raise if bound or noise differ from those of the block, or if noise cannot be exact.
 
         Raises:
             ValueError: bound or noise_multiplier is refused.
@@ -102,13 +102,13 @@ class Block:
         return place
 
     def complete(self) -> None:
-        """Complete the release that has begun; the release of the next batch joins its block."""
+        """Complete the release that has begun; the next batch's release may join its block."""
         assert self._begun is not None
         place, self._last, self._numbers = self._begun
         self._length = place + 1
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the block as plain values; None without a seed (loading then ends the block)."""
+        """Return the block as plain values; None without a seed, where loading ends the block."""
         if self.bands == 1 or self._keys.seed is None or self._last is None:
             return None
         return {"length": self._length, "last": list(self._last), "numbers": self._numbers}

@@ -87,7 +87,7 @@ class BatchNoise:
         step: int,
         parameter_ids: dict[nn.Parameter, int],
     ):
-        # Computed in float64 and rounded up, so that the noise is never less than what is charged.
+        # Compute in float64 and round up, so that the noise is never less than the charged noise.
         std = float(noise_multiplier) * float(bound) if noise_multiplier else 0.0
         self._std = math.nextafter(std, math.inf) if std else 0.0
         self._grid = grid_of(bound) if std else 1.0
@@ -133,7 +133,7 @@ class BatchNoise:
         """Record that the sums of these parameters contain their noise."""
         if self._unsettled:
             outs = {self._parameter_ids[p]: total for p, total in totals.items()}
-            # The sums are in the last entry, or in the last two if one launch sums two dtypes.
+            # These sums are in the last entry, or in the last two if a launch summed two dtypes.
             for i in reversed(range(len(self._unsettled))):
                 entry = self._unsettled[i]
                 ids = [stream.parameter_id for stream in entry.streams]
@@ -158,13 +158,13 @@ class BatchNoise:
         """Record that the release is complete."""
 
     def settle(self) -> bool:
-        """Write the noise values whose rounding GPU kernels left undecided; wait for the GPU once.
+        """Write noise values whose rounding GPU kernels left undecided; wait for the GPU once.
 
         Returns:
             Whether the rounding of some noise was undecided.
         """
         found = settle_noise(self._unsettled)
-        # Cleared last: if a line above raises, this method can be called again.
+        # Clear last, so that this method can be called again if a line above raises.
         self._unsettled.clear()
         return found
 
@@ -186,8 +186,8 @@ class BandedGaussian:
 
     Computes the integer noise of `dpflash.noise.reference`; `dpflash.kernels` draws its z. The
     noise of a block is a function of key, steps and standard deviation, so checkpoints do not
-    contain the noise: after a resume, or if a parameter was frozen for a while, the noise of the
-    block's earlier releases is drawn again.
+    contain it. The noise of the block's earlier releases is drawn again after a resume, or if a
+    parameter was frozen for a while.
 
     Args:
         mechanism: the banded noise, with at least two bands.
@@ -258,7 +258,7 @@ class BandedNoise(BatchNoise):
 
     @property
     def std(self) -> float:
-        """See `BatchNoise.std`. It decreases from release to release within a block."""
+        """See `BatchNoise.std`. Within a block, it decreases from release to release."""
         if not self._std:
             return 0.0
         norms = _row_norms(self._integers, 1 << self._place.bit_length())
@@ -279,12 +279,12 @@ class BandedNoise(BatchNoise):
         for parameter in due:
             total, y = totals[parameter].view(-1), self._made[parameter].view(-1)
             for part in _parts(total):
-                # A sum that is not on the grid is rounded to it, as by independent noise.
+                # Round a sum that is not on the grid to the grid, as independent noise does.
                 steps = (total[part].double() / self._grid).round_().add_(y[part])
                 total[part] = steps.mul_(self._grid)
 
     def complete(self) -> None:
-        """Record that the release is complete: the noise of the next release depends on its noise.
+        """Record that the release is complete. Its noise determines that of the next release.
 
         If the release is made again after an interruption, it has the same noise.
         """
@@ -302,10 +302,10 @@ class BandedNoise(BatchNoise):
         self._pasts.update(extended)  # in one call, in case of an interruption
 
     def _values(self, totals: Totals, place: int, begins: Begins) -> dict[nn.Parameter, Tensor]:
-        """Return the noise (int64) of release `place` of the block, from the noise before it."""
+        """Return the int64 noise of the block's release `place`, from that of earlier releases."""
         step = self._step - self._place + place
         found = {p: torch.empty_like(total, dtype=torch.int64) for p, total in totals.items()}
-        # The noise of all tensors on a GPU is settled together, to wait for the GPU once.
+        # Settle the noise of all tensors on a GPU together, to wait for the GPU once.
         groups = [[(p, slice(0, y.numel())) for p, y in found.items() if y.is_cuda]]
         groups += [[(p, part)] for p, y in found.items() if not y.is_cuda for part in _parts(y)]
         for group in groups:
@@ -330,7 +330,7 @@ class BandedNoise(BatchNoise):
 
 @functools.lru_cache(maxsize=4)
 def _row_norms(integers: tuple[int, ...], rows: int) -> NDArray[np.float64]:
-    """Return the norms `[rows]` of the first rows of C's inverse; `integers` in units of 2^-8."""
+    """Return the norms `[rows]` of the inverse's rows; C has the bands `integers` times 2^-8."""
     impulse = np.zeros(rows)
     impulse[0] = 1.0
     return np.sqrt(squared_errors(np.array(integers) / (1 << FRACTION_BITS), impulse))

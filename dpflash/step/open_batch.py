@@ -98,7 +98,7 @@ class OpenBatch:
 
     @property
     def bound(self) -> float:
-        """L2 bound of one sample's contribution to the current logical batch, or to the next."""
+        """L2 bound of one sample's contribution to the current (else the next) logical batch."""
         return self.sums.bound if self.sums.has_begun else self.options.max_grad_norm
 
     @property
@@ -112,7 +112,7 @@ class OpenBatch:
         return self.parameters_of(self._optimizer)
 
     def parameters_of(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the parameters that the optimizer trains now; its groups may have changed."""
+        """Return the parameters of the optimizer's groups, which may have changed."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
         return [p for p in held if self.sums.is_trained(p) and p.requires_grad]
 
@@ -147,7 +147,7 @@ class OpenBatch:
     @property
     def is_open(self) -> bool:
         """Whether sums wait for their release, or a release waits for its step."""
-        # A backward that failed may leave a release without sums.
+        # Also check `noise`: a backward that failed may leave a release without sums.
         return bool(self.sums) or self.noise is not None or self.released is not None
 
     def begin_microbatch(self, samples: int, units: Units | None, *, begins_draw: bool) -> None:
@@ -165,7 +165,7 @@ class OpenBatch:
             self._clipper.begin_microbatch(1, None)
 
     def may_begin(self, new_epoch: bool, draw: int | None) -> bool:
-        """Return whether the budget allows the release of a batch that is not sampled yet."""
+        """Return whether the budget allows to release one more logical batch, not yet sampled."""
         noise_multiplier = self.options.noise_multiplier
         return self.charge.may_begin(noise_multiplier, new_epoch=new_epoch, draw=draw)
 
@@ -194,7 +194,7 @@ class OpenBatch:
 
     @contextmanager
     def noting_refusals(self) -> Iterator[None]:
-        """Record a `PrivateRefusal` that the body raised, or that a lost rank may have raised."""
+        """Record a `PrivateRefusal` that the body raised, or a lost rank may have raised."""
         try:
             yield
         except RankError as error:

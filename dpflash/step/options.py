@@ -119,7 +119,7 @@ class ReleaseOptions:
         self.numbers["expected_batch_size"] = float(value)
 
     def note(self) -> None:
-        """Compare the options with those at the first backward of the logical batch."""
+        """Record options at a logical batch's first backward, and later a change of them."""
         options: dict[Any, Any] = {**self.numbers}
         for number, group in enumerate(self._optimizer.param_groups):
             for name, value in group.items():
@@ -167,7 +167,7 @@ class ReleaseOptions:
 
 
 def _comparable(option: Any) -> Any:
-    """Return a value that differs once the option changes; comparing it needs no GPU sync."""
+    """Return a value that changes with the option, and can be compared without a GPU sync."""
     if isinstance(option, Tensor):
         return id(option), option._version
     return tuple(map(_comparable, option)) if isinstance(option, (tuple, list)) else option

@@ -1,4 +1,4 @@
-"""Turns: decides which gradients optimizers step on; each can step once on a release."""
+"""Turns: decides which gradients optimizers step on. Each optimizer steps once on a release."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from ..refusal import PrivateRefusal
 from .step import PrivateStep
 
-# The gradients that step() uses; "microbatch": none, since more microbatches follow.
+# The gradients that step() uses; with "microbatch" none, since more microbatches follow.
 Kind = Literal["microbatch", "release", "public gradients"]
 
 _IN_TURNS = (
@@ -22,10 +22,10 @@ _IN_TURNS = (
 
 
 class Turns:
-    """Decides which gradients the first optimizer steps on; the other optimizers use the same.
+    """Decides which gradients the first optimizer steps on. The others step on the same.
 
-    If an optimizer steps a second time, a new step begins. An optimizer that does not step
-    before the next microbatch or backward skips the release.
+    If one of the optimizers steps a second time, a new step begins. An optimizer that does not
+    step before the next microbatch or backward skips the release.
 
     Args:
         optimizer: the wrapped optimizer, or several as one.
@@ -41,7 +41,6 @@ class Turns:
         self._end()
 
     def _end(self) -> None:
-        """End the step: the next call of step() begins another one."""
         self._kind: Kind | None = None
         self._gone: set[Optimizer] = set()
         self._progress = self._step.progress
@@ -53,7 +52,7 @@ class Turns:
         own = [p for group in optimizer.param_groups for p in group["params"]]
         step.public.drop(own)
         step.gradients.drop(own)
-        if step.is_open:  # dropping sums also ends a forward that waits for its backward
+        if step.is_open:  # `drop_sums` also ends a forward that waits for its backward
             step.drop_sums()
 
     def take(self, optimizer: Optimizer) -> Kind:
@@ -137,7 +136,7 @@ class Turns:
         step.parameters_change()
 
     def _public_gradients(self, kind: str, optimizer: Optimizer) -> dict[nn.Parameter, Tensor]:
-        """Return the mean over all ranks of the gradients of public data; all ranks must step."""
+        """Return public gradients averaged over the ranks, which call this together."""
         self._agree(kind, optimizer)
         return self._step.public.mean(self._step.sums.ranks)
 

@@ -38,9 +38,9 @@ _EXAMPLES_PER_UNIT = 4
 class TrainingConfig:
     """The configuration of a training job: the options that `dpflash train --help` explains.
 
-    None means the default that the help states. With `pack`, a document longer than a row is cut
-    into windows, and the gradients of its windows are summed before clipping. If a document has
-    more tokens than a microbatch, each step trains on one window, as long as a microbatch.
+    None means the default that the help states. With `pack`, a document that is longer than a row
+    is cut into windows, whose gradients are summed before clipping. Of a document with more tokens
+    than a microbatch, each step trains on one window, as long as a microbatch.
     """
 
     data: str | None = None
@@ -65,7 +65,7 @@ class TrainingConfig:
     steps: int | None = None
     epochs: float | None = None
     dataset_size: int | None = None
-    # epsilon after all steps; None if noise_multiplier is given
+    # epsilon after all steps; None if noise_multiplier is passed
     target_epsilon: float | None = 8.0
     noise_multiplier: float | None = None
     bands: int | str = 1  # number of noise bands; "auto": the number with the least error
@@ -415,7 +415,7 @@ class Corpus:
         train, held_out = documents.split(config.eval_fraction)
         if config.eval_data is not None:
             held_out = _read(config.eval_data, config, None)
-            # Removing shared documents from held_out would make it depend on the training data.
+            # From `train`, not from `held_out`, which must not depend on the training data.
             train = train.without(held_out)
             if not train:
                 raise ValueError(

@@ -31,11 +31,11 @@ UNITS = ("file", "record", "folder")
 _FIELD = "field:"
 HELD_OUT = 0.1  # default fraction of held-out documents
 
-# A document's bytes, or its token ids `[1 + targets]`; the first id is never a target.
+# A document's bytes, or its token ids `[n]`, of which the first is never a target.
 Tokens = bytes | np.ndarray
 
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
-# A NUL byte among the first bytes shows that a file is binary; such a file is not read to the end.
+# A file with a NUL byte among this number of first bytes is binary, and is not read to the end.
 _SNIFFED_BYTES = 65_536
 _JSONL = ".jsonl"
 _REASONS = ("binary", "unreadable", "empty", "malformed", "duplicate")
@@ -100,14 +100,15 @@ class ByteDocuments(Sequence[bytes]):
     ) -> "ByteDocuments":
         """Read a file, or the files of a folder and its subfolders.
 
-        `field` is the key of a record's text. `label_field` is the key of its label: a document is
-        then the label, a NUL byte and the text. Records with a label that is not in `labels` are
-        left out. Hidden files and folders, `__pycache__`, `site-packages` and `dist-packages` are
-        skipped, and links to folders are not followed. With unit "file" or "folder", a document is
-        a file; of a .jsonl file, the document is the texts of all records. With "folder", a file
-        directly in `path` is a unit. With "record" or "field:NAME", a document is a line of a
-        JSONL file; without `suffixes`, only .jsonl files are read. Raises PrivateRefusal if no
-        document is usable, or the documents exceed max_total_bytes.
+        `field` is the key of a record's text. With `label_field`, the key of its label, a document
+        is the label, a NUL byte and the text; records with labels not in `labels` are left out.
+        - With unit "file" or "folder", a document is a file (of a .jsonl file, the texts of all
+          records). With "folder", a file directly in `path` is a unit.
+        - With "record" or "field:NAME", a document is a line of a JSONL file. Without `suffixes`,
+          only .jsonl files are read.
+        - Hidden files and folders, `__pycache__`, `site-packages` and `dist-packages` are skipped,
+          and links to folders are not followed.
+        Raises PrivateRefusal if no document is usable, or documents exceed max_total_bytes.
         """
         root = Path(path)
         _validate.positive_int(max_total_bytes=max_total_bytes)
@@ -169,7 +170,7 @@ class ByteDocuments(Sequence[bytes]):
         return len(self) if self.owners is None else len(set(self.owners))
 
     def documents_at_once(self, examples_per_unit: int | None) -> int:
-        """Return the number of documents in a step for which all units are sampled."""
+        """Return the number of documents in a step if the step samples all units."""
         if self.owners is None or examples_per_unit is None:
             return len(self)
         return sum(min(count, examples_per_unit) for count in Counter(self.owners).values())
@@ -194,8 +195,8 @@ class ByteDocuments(Sequence[bytes]):
             noun = noun_of(self.unit)
             raise PrivateRefusal(
                 f"eval_fraction={held_out:g}: it held out no {noun} for evaluation, or left none "
-                "for training, which can happen with few units, as each unit is held out with "
-                "this probability, by its name or text. Pass eval_fraction=0 to train without an "
+                "for training. This can happen with few units: each is held out with this "
+                "probability, by its name or text. Pass eval_fraction=0 to train without an "
                 "evaluation, eval_data with other documents, or another eval_fraction",
                 training=train.num_units,
                 held_out=kept.num_units,
@@ -236,7 +237,6 @@ def _are_records(unit: str) -> bool:
 
 
 def _uniform(key: bytes) -> float:
-    """Return a pseudorandom number in [0, 1) that depends on the key alone."""
     digest = blake2b(key, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
@@ -295,7 +295,7 @@ class _Reader:
             with path.open("rb") as file:
                 content = file.read(_SNIFFED_BYTES)
                 if b"\0" not in content:
-                    # One byte more than the limit shows that the file exceeds the limit.
+                    # Read one byte more than the limit, to notice a file that exceeds the limit.
                     content += file.read(self.max_total_bytes + 1)
         except OSError:
             self.skipped["unreadable"] += 1
@@ -374,9 +374,9 @@ class TrainWindows(Dataset[tuple[Tensor, Tensor]]):
     """One window of seq_len tokens of each document; its random start changes with every step.
 
     A window's start is a pure function of (key, step, index), so a resumed run trains on the same
-    windows as an uninterrupted run. DataLoader worker processes have copies that `set_step` does
-    not change; load in the main process (``num_workers=0``), or use `window`. Each document is
-    one privacy unit. The key must have 16 to 64 bytes.
+    windows as an uninterrupted run. `set_step` does not change the copies in DataLoader worker
+    processes: load in the main process (``num_workers=0``), or use `window`. Each document is one
+    privacy unit. The key must have 16 to 64 bytes.
 
     Guarantees:
         Item i comes from document i alone.

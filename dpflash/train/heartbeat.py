@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 _SECONDS = 1.0  # interval between two counts
-_ENDED = "ended"  # written in place of a count by a rank that has finished or raised an error
+_ENDED = "ended"  # a rank that has finished or failed writes this in place of a count
 
 
 class Heartbeat:
@@ -18,7 +18,7 @@ class Heartbeat:
     Without a heartbeat, a rank that waits in a collective notices a silent rank only after the
     collective's timeout, which must be longer than the longest step. A working rank continues to
     count however long its step takes, unless a single call holds Python's lock (GIL) longer than
-    the timeout. A second thread watches the first, which blocks if the store does not answer.
+    the timeout. A second thread watches the first, which blocks if the store fails.
 
     Args:
         store: the job's store; the thread opens its own connection.

@@ -167,12 +167,12 @@ class PretrainedModel:
         return model.train()
 
     def losses(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Return losses as `ByteModel.losses` does; if context parallel, this rank's part."""
+        """Return the losses, `[B]`; if context parallel, this rank's part of each."""
         sample_losses = losses.cross_entropy(self.logits(model, inputs), targets)
         return _own_part(sample_losses, model, targets)
 
     def packed_losses(self, model: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return losses as in `ByteModel.packed_losses`; if context parallel, this rank's part."""
+        """Return the losses, `[max_documents]`; if context parallel, this rank's part of each."""
         outputs: Any = model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
         )
@@ -196,7 +196,7 @@ class PretrainedModel:
         card = target / CARD
         had_card = card.exists()
         with quiet(self._transformers):
-            # `weights` is not used, since adapters' weights have other names in files.
+            # Do not write `weights`: the names of adapters' weights differ in PEFT's files.
             save: Any = model.save_pretrained
             options = {} if self._config.lora_rank is None else {"save_embedding_layers": False}
             save(target, **options)
@@ -221,7 +221,7 @@ class TextClassifier(PretrainedModel):
         assert config.labels is not None
         self._labels = {label: number for number, label in enumerate(config.labels)}
         super().__init__(config)
-        # `build` loads the model again, since a new head has random weights.
+        # Do not keep the model: `build` loads it again, with a random new head.
         self._initial = None
         self._pad = self._tokenizer.pad_token_id or 0
         self.padding = -1
@@ -263,7 +263,7 @@ def classified(model: Any, inputs: Tensor, pad: int) -> Tensor:
 def _own_part(
     sample_losses: Tensor, model: nn.Module, targets: Tensor, units: Units | None = None
 ) -> Tensor:
-    """Return this rank's part of losses `[B]`; the whole losses if not context parallel."""
+    """Return this rank's part of each loss `[B]`; the whole loss if not context parallel."""
     parallel: ContextParallel | None = getattr(model, "context_parallel", None)
     if parallel is None:
         return sample_losses

@@ -22,8 +22,8 @@ from .heartbeat import Heartbeat
 from .ranks import Team
 
 _REQUIRED = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Launcher without torchrun's variables -> the variable with its number of processes. Not
-# SLURM_NTASKS, which Slurm sets for a batch script too, although that is one process.
+# Launcher other than torchrun -> the variable with its number of processes. Not SLURM_NTASKS,
+# which Slurm also sets for a batch script, although a batch script is one process.
 _OTHERS = {
     "srun": "SLURM_STEP_NUM_TASKS",
     "mpirun (Open MPI)": "OMPI_COMM_WORLD_SIZE",
@@ -33,7 +33,7 @@ _OTHERS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """The rank of this process in its job; a with block destroys the process group at its end."""
+    """This process's rank in the job; as a context manager, it destroys the process group."""
 
     parallel: Parallelism = Parallelism()  # how the ranks divide the job
     rank: int = 0  # global rank, from 0
@@ -181,7 +181,7 @@ def _remedy(device: str, environment: Mapping[str, str] = os.environ) -> str:
         return "torchrun restarted while a rank that died was still registered: restart again"
     if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
         return "start all ranks by torchrun"
-    # Several machines, on which a host's own name often resolves to 127.0.0.1.
+    # With several machines, the cause is often a host name that resolves to 127.0.0.1.
     names = ["GLOO_SOCKET_IFNAME"] + ["NCCL_SOCKET_IFNAME"] * (device == "cuda")
     missing = " and ".join(name for name in names if name not in environment)
     interface = f"set {missing} on each machine to the" if missing else "check the"

@@ -15,7 +15,7 @@ from torch import nn
 ADAPTER = "adapter_config.json"
 CONFIG = "config.json"
 _BASE = "base_model_name_or_path"
-_ANY = 10**9  # tokenizers with a larger max length than this number have no limit
+_ANY = 10**9  # a tokenizer with a larger max length than this has no limit
 # The classes that load language models and classifiers of texts.
 CAUSAL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 _HEADS = {"CAUSAL_LM": CAUSAL, "SEQ_CLS": CLASSIFIER}  # by PEFT's task_type

@@ -45,8 +45,8 @@ from .packed import WholeDocuments, pack_of
 from .ranks import Team
 from .report import make_report, num_trained, peak_memory_mb, write_report
 
-# A single process writes its checkpoint to a file, several ranks to a folder. The names differ, so
-# that the new checkpoint is complete on disk before the old checkpoint is removed.
+# A single process writes its checkpoint to a file, several ranks write theirs to a folder. Both
+# can exist at once, so that an old one is removed only after the new one is complete on disk.
 CHECKPOINT = "checkpoint.pt"
 CHECKPOINT_FOLDER = "checkpoint"
 _REPLACED = ".replaced"
@@ -61,7 +61,7 @@ _EVALUATION_BATCH = 8
 
 
 class Interrupted(Exception):
-    """The job stopped because `should_stop` returned True; its checkpoint has been written."""
+    """The job has stopped and written its checkpoint, since `should_stop` returned True."""
 
 
 class TrainingRun:
@@ -216,8 +216,8 @@ class TrainingRun:
     ) -> TrainingRun:
         """Continue the job in a folder from its last checkpoint, with any number of ranks.
 
-        The fields in `given` must equal those of the job's configuration; only `data`, `eval_data`
-        and `ledger` may differ, because files may have moved.
+        The fields in `given` must have the values of the job's configuration. Only `data`,
+        `eval_data` and `ledger` may differ, because files may have moved.
         """
         folder = Path(folder)
         launch = launch or Launch()
@@ -263,10 +263,9 @@ class TrainingRun:
         return job
 
     def _fitting_length(self, documents: Sequence[Tokens]) -> int:
-        """Return the tokens per window: the least of seq_len, model's limit and longest document.
+        """Return the tokens per window: seq_len, or less if a model or all documents need less.
 
-        With a declared dataset_size the documents' lengths are private, so the windows' length
-        does not depend on the documents.
+        With a declared dataset_size the documents' lengths are private, and not considered.
         """
         config = self.config
         self.shortened = "the model takes no more"
@@ -391,7 +390,7 @@ class TrainingRun:
                 for batch in self._loader:
                     before = self.step
                     self._physical_batch(batch, figures)
-                    # The loader fetches the next batch after this line, at the next iteration.
+                    # Set the step before the loader fetches the next batch, at the next iteration.
                     self._windows.set_step(self._next_draw())
                     if self.step == before:
                         continue
@@ -425,7 +424,7 @@ class TrainingRun:
         real = self._loader.is_real
         sample_losses, targets = self._losses(self.model, batch)
         self._engine.backward(sample_losses)
-        # Only one of the ranks that share a window counts its document.
+        # Of the ranks that share a window, only one counts the window's document.
         documents = int(real.sum()) if self._team.counts_documents else 0
         if documents and self.config.clipping == "flat":
             norms = self._engine.diagnostics()["per_sample_norms"]
@@ -494,7 +493,7 @@ class TrainingRun:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int
     ) -> float:
         config = self.config
-        # Seeded by the step, so that a resumed run samples the same documents.
+        # Seed by the step, so that a resumed run samples the same documents.
         rng = np.random.default_rng([self.state.init_seed, step])
         # Use the mean number of documents of a private step.
         share = config.batch_size / self.num_units

@@ -2,9 +2,8 @@
 
 Parameters, buffers and child modules are left out. Contents of Python's containers and of
 `SimpleNamespace` are compared; other objects count as unchanged. Hooks of forwards and backwards
-are restored too, since a model that installs hooks in its first forward records this in an
-attribute. Hooks of state dicts are not restored: FSDP2 adds such hooks in its first forward, and
-records that elsewhere.
+are restored, like the attribute in which a model records that it has installed hooks. Hooks of
+state dicts are not restored: FSDP2 adds them in its first forward, and records that elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _HOLD_NO_DATA = (bool, NoneType, nn.Module, torch.dtype, torch.device)
 
 
 def identity(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """Return a key, equal for containers of the same objects; for other values, the id."""
+    """Return a key that is equal for containers of the same objects; else the id."""
     kind = type(value)
     if id(value) in above:
         return above.index(id(value))
@@ -53,7 +52,7 @@ def copied(value: Any, copies: dict[int, Any], *, with_tensors: bool) -> Any:
         with_tensors: whether to copy tensors too, except parameters.
     """
     kind = type(value)
-    # isinstance may raise for a proxy, which it asks for its object's class.
+    # Not isinstance, which asks a proxy for the class of its object, and may raise.
     is_tensor = with_tensors and issubclass(kind, Tensor) and not issubclass(kind, nn.Parameter)
     if not is_tensor and kind not in _CONTAINERS:
         return value
@@ -134,7 +133,7 @@ class OwnAttributes:
         self._set(self._held)
 
     def restore_copies(self) -> None:
-        """Set copies of the saved attributes on the modules, so that the saved ones stay."""
+        """Set copies of the saved attributes on the modules; the saved ones stay unchanged."""
         self._set(self._copies_of(self._copies))
 
     def differing(self, other: OwnAttributes) -> list[str]:

@@ -10,8 +10,8 @@ from torch import Tensor
 from ..distributed.fsdp import is_sharded
 from .digests import row_digests
 
-# Contents are compared in the first forward or backward, and then once in this many. The number
-# is prime, so that a change that a forward makes at regular intervals is found.
+# Contents are compared in the first forward or backward, and then in each one whose number is a
+# multiple of EVERY. EVERY is prime, so that changes at regular intervals are found.
 EVERY = 61
 
 
@@ -41,7 +41,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """Return each tensor's checksum (its words added as integers), equal in all processes."""
+    """Return each tensor's checksum: the sum of its words as integers, equal in all processes."""
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32}
     plain = [x.detach().resolve_conj().resolve_neg().reshape(-1) for x in tensors]
     sums = [x.view(words.get(x.itemsize, torch.int64)).sum(dtype=torch.int64) for x in plain]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 _WORDS = 4096  # words in a chunk, and multipliers in a table
-_LEVELS = 4  # each level sums the chunk sums of the level before, in chunks
+_LEVELS = 4  # each level sums, in chunks, the chunk sums of the previous level
 _AT_ONCE = {"cpu": 1 << 16}  # words that fit into a cache
 _PROJECTIONS = 4
 _PROJECTED = 1 << 18  # entries of a row that are projected at once
@@ -63,7 +63,7 @@ def row_summaries(x: Tensor, *, rounds: bool = False) -> Tensor:
     width = min(rows.shape[1], _PROJECTED)
     signs = _signs(width, generator).to(x.device)
     sums = torch.zeros(len(x), 1 + _PROJECTIONS, dtype=torch.float64, device=x.device)
-    # Signs for a whole row may not fit into memory: all parts use the same, times a random sign.
+    # Signs for a whole row may not fit into memory: parts share them, times a random sign.
     for part in rows.split(_PROJECTED, 1) if width else ():
         wide = part.double()
         sums[:, 0] += wide.square().sum(1)
@@ -77,7 +77,7 @@ def greatest(x: Tensor) -> Tensor:
     rows = x.detach().reshape(len(x), x.shape[1:].numel())
     if not rows.numel():
         return rows.abs().sum(1)
-    # On CPUs this is faster than a norm. Takes few rows at a time, since abs() makes a copy.
+    # Faster on CPUs than a norm. Take few rows at a time, since abs() makes a copy.
     parts = rows.split(max(1, _AT_ONCE.get(x.device.type, 1 << 22) // rows.shape[1]))
     return torch.cat([part.abs().amax(1) for part in parts])
 
@@ -138,7 +138,7 @@ def _chunk_sums(words: Tensor, multipliers: Tensor) -> Tensor:
 
 
 def _in_slabs(chunks: Tensor, multipliers: Tensor) -> Tensor:
-    """Sum chunks, some at a time, since the products take more memory than the words."""
+    """Sum chunks, some at a time, to limit the memory of the products."""
     batch, count, width = chunks.shape
     most = _AT_ONCE.get(chunks.device.type, 1 << 22) // width
     if batch * count <= most:

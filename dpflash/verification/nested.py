@@ -62,8 +62,9 @@ def map_leaves(change: Callable[[Any], Any], value: Any, *, kinds: tuple[type, .
     """Return a copy of a batch with `change` applied to all values of these types.
 
     Containers keep their classes; attributes that hold a changed value are changed too. The copy
-    shares with `value` all other objects, and containers in which nothing changes (but not those
-    of classes that pytrees know). A container whose copy would share its contents is not changed.
+    shares all other objects with `value`. It also shares containers in which nothing changes,
+    except those of classes that pytrees know. If the copy of a container would share its contents
+    with it, the container is not changed.
     """
     if isinstance(value, kinds):
         return change(value)
@@ -116,7 +117,6 @@ def _settable_parts(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _field_names(value: Any) -> tuple[str, ...]:
-    """Return the names of the fields of a dataclass or a named tuple."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return tuple(f.name for f in dataclasses.fields(value) if hasattr(value, f.name))
     return tuple(value._fields) if isinstance(value, tuple) and hasattr(value, "_fields") else ()

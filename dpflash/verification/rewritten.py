@@ -19,8 +19,8 @@ class Rewritten:
     """Finds the trained parameters that forwards of one model have rewritten.
 
     Version counters and addresses are compared around every forward. A write to `.data` changes
-    neither, so contents are compared around the first forward and once in `EVERY` forwards. They
-    are always compared for parameters that a forward has moved, as `flatten_parameters` does.
+    neither, so contents are compared too: around the first forward and once in `EVERY` forwards,
+    and always for parameters that a forward has moved, as `flatten_parameters` does.
 
     Args:
         names: names of the parameters that no forward may rewrite.
@@ -42,7 +42,7 @@ class Rewritten:
         """Record the parameters that a forward in the body rewrites.
 
         Args:
-            again: whether it is a repeated forward, for which contents are always compared.
+            again: whether the forward is repeated; contents are then always compared.
         """
         whole = again or self._forwards % EVERY == 0
         self._forwards += not again

@@ -15,7 +15,7 @@ class OnlySettable:
     with advice. Names with an underscore can be set, as by frameworks that mark objects.
     """
 
-    # Methods that other code wraps in place, as learning-rate schedulers wrap `step`.
+    # Methods that other code may replace, as learning-rate schedulers wrap `step`.
     replaceable_methods: ClassVar[tuple[str, ...]] = ()
     # For each name, what to do instead of setting it.
     instead_of_setting: ClassVar[Mapping[str, str]] = {}
@@ -62,7 +62,6 @@ class Fixed:
 
 
 def _settable_properties(kind: type) -> list[str]:
-    """Return the names of the properties that have a setter."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         found.update(vars(base))

@@ -1,8 +1,8 @@
 """Compares the two backwards of ghost clipping.
 
 The first backward computes the norms; the second sums gradients with factors from these norms. A
-gradient that differs between both backwards would be summed without a bound. On a deterministic
-device, digests of each operation's rows are compared; on others, norms of both backwards are.
+gradient that differs between the backwards would be summed without a bound. On a deterministic
+device, digests of each operation's rows are compared; on other devices, norms are.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ _ROUNDING_16_BIT = 2.0**-9
 
 _DIFFERENT = (
     "{where} had other gradients in the second backward of grad_sample_mode='ghost' than in the "
-    "first, whose norms bound them, so nothing was released: an operation is random or keeps "
-    "state (checkpointing around Python's random or without the random state, a hook), or adds in "
-    "a varying order on parallel threads (then torch.use_deterministic_algorithms(True) helps). "
-    "Make it repeatable, or pass grad_sample_mode='instantiate' or 'book_keeping'"
+    "first, whose norms bound them, so nothing was released. An operation is random, keeps state "
+    "(a hook, checkpointing around Python's random or without the random state), or adds in a "
+    "varying order on parallel threads. Make it repeatable "
+    "(torch.use_deterministic_algorithms(True) fixes the order), or pass "
+    "grad_sample_mode='instantiate' or 'book_keeping'"
 )
 
 
 @contextmanager
 def _selected_kept() -> Iterator[None]:
-    """Make selective activation checkpointing keep saved tensors, which it drops after use."""
+    """Make selective activation checkpointing keep saved tensors after their first use."""
     kind: Any = checkpoint._CachedTorchDispatchMode
     enter, leave = kind.__enter__, kind.__exit__
     held: dict[int, dict[Any, Any]] = {}
@@ -94,7 +95,7 @@ class FirstBackward:
                 self.use(gate, position, (grad,))
 
     def allowed(self, squares: Tensor) -> Tensor:
-        """Return the squared norms `[B]` to clip by, which the second backward must not exceed."""
+        """Return squared norms `[B]` to clip by: unless exact, with a margin for rounding."""
         if self.exact:
             return squares
         narrow = any(dtype.itemsize < 4 for dtype in self.dtypes)

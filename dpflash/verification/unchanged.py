@@ -2,7 +2,7 @@
 
 Values that a forward writes into buffers, parameters or other entries would be released without
 noise, and would affect later batches. Version counters are compared in every forward and backward.
-Contents are compared once in `EVERY` of them, because writes to `.data` do not advance a counter.
+Writes to `.data` advance no counter, so contents are compared once in `EVERY` of these.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Place:
         module: the module that holds the tensor.
         key: the tensor's name in the module.
         is_buffer: True for a buffer, False for a frozen parameter.
-        part: the sharded parameter, which the module holds between forwards, or None.
+        part: the sharded parameter that the module holds between forwards, or None.
     """
 
     module: nn.Module
@@ -57,8 +57,6 @@ class _Place:
 
 @dataclass(frozen=True)
 class _State:
-    """Last known state of a tensor."""
-
     tensor: Tensor
     version: int | None
     shape: torch.Size
@@ -115,7 +113,7 @@ class Unchanged:
         return self._rewritten.forward(again=again)
 
     def before_backward(self) -> str | None:
-        """Return `refusal`; contents are compared in the first backward, and once in `EVERY`."""
+        """Return `refusal`; compare contents in the first backward, and then once in `EVERY`."""
         contents = self._backwards % EVERY == 0
         refusal = self.refusal(contents=contents, wait=False) or self._entered()
         # A refused backward is not counted, so that the next backward is refused too.
@@ -146,7 +144,7 @@ class Unchanged:
                 continue
             now = _State.of(tensor)
             if seen is None or now.shape != seen.shape:
-                # Tables of rotary angles, not in `state_dict`, grow with the longest sequence.
+                # Tables of rotary angles, outside of `state_dict`, grow with the sequences.
                 same = not place.is_public
             elif is_still:
                 before[name], after[name] = seen.digest, now.digest
@@ -161,10 +159,10 @@ class Unchanged:
         return changed + self._compared(wait)
 
     def _compared(self, wait: bool) -> list[str]:
-        """Return the names of tensors that differ by a comparison that has finished."""
+        """Return the names of the tensors that differ in the comparisons finished so far."""
         names = self._comparisons.differing(wait=wait)
         for name in names:
-            # Without a version, each later call compares the tensor, and waits for the result.
+            # Drop the version: each later call then compares the tensor, and waits.
             self._states[name] = replace(self._states[name], version=None)
         return names
 
@@ -176,16 +174,16 @@ class Unchanged:
                 "get no noise, so data that a forward writes there is released with the weights "
                 "and affects later batches. Keep nothing of a batch in the model. Set weights "
                 "before make_private, or by model.load_state_dict; merge adapters in a copy, "
-                "copy.deepcopy(model); if its contents are public (a count of forwards is not: "
-                f"count releases), pass allow_buffers=[{_listed(changed)}]"
+                "copy.deepcopy(model). If its contents are public (a count of releases is, a "
+                f"count of forwards is not), pass allow_buffers=[{_listed(changed)}]"
             )
         if rewritten := self._rewritten.names(wait=wait):
             return (
                 f"{_listed(rewritten)} changed inside a forward: data that a forward writes into "
                 "a trained parameter gets no noise and is released with the weights. Let the "
-                "optimizer alone train it (apply masks and limits on norms after "
-                "optimizer.step(), if loader.is_last), initialize it before make_private or on "
-                "public data inside engine.public_data(), and restore the weights by "
+                "optimizer alone train it: apply masks and limits on norms after "
+                "optimizer.step(), if loader.is_last. Initialize it before make_private, or on "
+                "public data inside engine.public_data(). Restore weights by "
                 "model.load_state_dict. If the written values depend neither on data nor on the "
                 f"number of forwards, pass allow_buffers=[{_listed(rewritten)}]"
             )
@@ -202,9 +200,9 @@ class Unchanged:
                 f"{_listed(others)} of state_dict() is no parameter and no buffer of the model, "
                 "and is new or changed since make_private: data that metrics, get_extra_state "
                 "and hooks keep there would be released without noise. Keep it outside of "
-                "state_dict() (metrics with persistent=False) and release state_dict() alone: "
-                "torch.save(model) writes everything else too; if its contents are public, have "
-                f"it there at make_private, and pass allow_buffers=[{_listed(others)}]"
+                "state_dict() (metrics with persistent=False), and release state_dict() alone, "
+                "since torch.save(model) writes everything else too. If its contents are public, "
+                f"have it there at make_private, and pass allow_buffers=[{_listed(others)}]"
             )
         return None
 
@@ -338,7 +336,7 @@ class _Structure:
         for m in modules[1:]:  # Hooks of the model itself run outside of the tested forward.
             dicts += m._forward_hooks, m._forward_pre_hooks
         self._empty = [held for held in dicts if not held]
-        # In scripted modules, some of them are no dicts.
+        # In scripted modules, some of these are not dicts.
         self._dicts = [held for held in dicts if held and isinstance(held, dict)]
         self._own = [vars(m) for m in modules]
         self._held = list(self._now())

@@ -1,8 +1,8 @@
 """Uncovered: finds the leaves that a backward would reach past the clipping gates.
 
-A head, an encoder, a temperature or a soft prompt outside of the private model, or a parameter
-added to it later, would get the unclipped gradient of private samples without noise. Inputs that
-require grad are allowed: they are new tensors in each batch, with the batch's first dimensions.
+A parameter outside of the private model (of a head, an encoder, a temperature or a soft prompt),
+or added to the model later, would get gradients of private samples without clipping or noise.
+Inputs that require grad are allowed: new tensors in each batch, with the batch's first dimensions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 @dataclass(frozen=True)
 class Hidden:
-    """Stands for the unknown leaves of a function that builds its graph in the backward."""
+    """Represents the unknown leaves of a function that builds its graph only in the backward."""
 
     name: str
 
@@ -76,7 +76,7 @@ class Uncovered:
         for t in (*own, *(t for t in tensors if t.shape[0] != 1)):
             self._known[_whole(t)] = True
         with ExitStack() as hooks:
-            # For checkpointing, hooks or models let outputs of frozen layers require grad.
+            # For checkpointing, hooks or models make outputs of frozen layers require grad.
             for m in self._modules if not is_compiled and has_one_row else ():
                 if m._forward_hooks or isinstance(m, nn.Embedding):
                     hooks.enter_context(m.register_forward_hook(self._note_output, prepend=True))
@@ -110,7 +110,7 @@ class Uncovered:
         refused = [x for x in found if not self._may_be_reached(x, batch, leading, is_called)]
         for leaf in refused:
             if isinstance(leaf, Tensor):
-                # In a scalar's backward, the leaf may have got its gradient already: drop it.
+                # In a scalar's backward, autograd may have set the gradient already: drop it.
                 leaf.grad = None
         if not refused:
             return None
@@ -129,7 +129,7 @@ class Uncovered:
             return not isinstance(leaf, Hidden)
         if isinstance(leaf, nn.Parameter) or leaf.shape[: len(leading)] != tuple(leading):
             return False
-        # Weights of B classes have first dimension B, too, but were not passed to the model.
+        # Weights of B classes have first dimension B, too, but do not reach the model.
         is_alike = not is_called or leaf.shape[:2] in self._given_shapes
         if _whole(leaf) not in self._known and not (is_alike and any(n != 1 for n in leading)):
             return False
@@ -137,7 +137,6 @@ class Uncovered:
 
 
 def _whole(x: Tensor) -> Tensor:
-    """Return the tensor of which x is a view, or x itself."""
     return x if x._base is None else x._base
 
 
@@ -238,7 +237,7 @@ def leaves_past_gates(
         if _is_foreign(node) and (node is root or runs(node)):
             found |= {id(x): x for x in _trained_inside(node, model, reached)}
         for below, output in node.next_functions:
-            # A replayed graph has the names of the model's operations that it replaces.
+            # A replayed CUDA graph stands for the model's operations, whose names it has.
             replayed = getattr(below, "stands_for", None)
             name = type(below).__name__ if replayed is None else replayed[output]
             if path is not None and not hasattr(node, "stands_for"):
@@ -264,7 +263,7 @@ def _trained_inside(node: Any, model: nn.Module, reached: set[int]) -> list[Tens
     """Return the leaves that may be trained by a backward that this node itself runs."""
     backward = type(node)._forward_cls.backward
     code = getattr(inspect.unwrap(backward), "__code__", None)
-    # A node that calls both recomputes a function, as a reentrant checkpoint does.
+    # A backward that calls both recomputes a function, as a reentrant checkpoint does.
     if code is not None and {"enable_grad", "backward"} <= set(code.co_names):
         return _recomputed(node, model)
     return list(_held([vars(node), backward], reached))
@@ -323,7 +322,7 @@ def _recomputed(node: Any, model: nn.Module) -> list[Tensor | Hidden]:
 def roots_of_backward() -> list[Any]:
     """Return the nodes at which the running backwards of this process began."""
     roots: list[Any] = []
-    # Autograd does not report roots, and its devices have own threads: search all stacks.
+    # Autograd does not report roots, and each device has its own thread: search all stacks.
     for top in sys._current_frames().values():
         frame: FrameType | None = top
         while frame is not None:

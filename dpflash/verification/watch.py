@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 def alive(reference: weakref.ref[_T]) -> _T:
     """Return the object of a weak reference that a node of autograd's graph holds.
 
-    Nodes hold only weak references: Python's garbage collector does not look into a graph.
+    Nodes hold weak references: Python's garbage collector does not see cycles through them.
     """
     found = reference()
     if found is None:
@@ -62,7 +62,7 @@ class Watch(Protocol):
     """Sees each operation on a matrix parameter, and then the gradients of each gate's handles."""
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        """Record an operation's tensors; the first tensor is linear in the losses' gradient."""
+        """Record an operation's tensors, the first of which is linear in the losses' gradient."""
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
         """Record a gate after all its operations; raise PrivateRefusal to refuse the backward."""
