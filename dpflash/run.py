@@ -129,7 +129,7 @@ class PrivateRun:
             except PrivateRefusal as error:
                 if is_public:  # the error depends on the public example alone
                     raise ValueError(
-                        f"losses of make_private(example=...) are not those of its samples: {error}"
+                        f"losses of make_private(example=...) are not of its samples: {error}"
                     ) from None
                 raise
             if losses.shape == (0,) and step.sums.ranks.everyone is None:

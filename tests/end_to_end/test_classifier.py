@@ -142,9 +142,7 @@ def test_class_weights_multiply_the_losses_of_a_step_and_are_recorded(bert, tmp_
     documents = kind.encode([f"{row['label']}\0{row['text']}".encode() for row in rows])
     windows = LabelledTexts(documents, 12, key=bytes(16), padding=-1)
     inputs, labels = map(torch.stack, zip(*(windows[i] for i in range(8)), strict=True))
-    each = torch.nn.functional.cross_entropy(
-        kind.logits(plain, inputs), labels, reduction="none"
-    )
+    each = torch.nn.functional.cross_entropy(kind.logits(plain, inputs), labels, reduction="none")
     loss = (each * torch.tensor([3.0] * 2 + [0.25] * 6)).sum() / 8
     assert report["history"][0]["loss"] == pytest.approx(loss.item() / math.log(2), rel=1e-4)
     loss.backward()
