@@ -251,7 +251,7 @@ def check(
         if with_grads:
             exact += torch.autograd.grad(expected, leaves, masked[sample, head, rows].double())
         for name, value in zip(found, exact, strict=True):
-            error = band_error(found[name][sample, head], value)
+            error = band_error(found[name][sample, head], value, exact[-1])
             errors[name] = max(errors[name], error)
     return errors
 
@@ -261,13 +261,17 @@ def not_finite(x: Tensor) -> float:
     return 0.0 if bool(x.isfinite().all()) else math.inf
 
 
-def band_error(x: Tensor, expected: Tensor) -> float:
+def band_error(x: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
     """Return the largest ``|x - expected| / |expected|`` of BANDS groups of consecutive rows.
 
     Late rows of a long sequence are small, so early rows would dominate an error over all rows.
-    The divisor is at least a hundredth of the root mean square of the groups' norms.
+    The divisor is at least a hundredth of the root mean square of the groups' norms, or of those
+    of `scale` where `expected` is 0 but for rounding, such as dq of a single key.
     """
-    floor = 1e-2 * expected.norm() / math.sqrt(BANDS)
+    size = expected.norm()
+    if scale is not None and size < 1e-12 * scale.norm():
+        size = scale.norm()
+    floor = 1e-2 * size / math.sqrt(BANDS)
     worst = 0.0
     for ours, theirs in zip(x.double().chunk(BANDS), expected.chunk(BANDS), strict=True):
         error = ((ours - theirs).norm() / theirs.norm().maximum(floor)).item()

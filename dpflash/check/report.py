@@ -23,7 +23,7 @@ class Problem:
 
     Attributes:
         kind: "unsupported", "run", "loss", "coupling", "reduction", "state", "first_dimension",
-            "outside_use", "no_gradient", "random", "batch_size" or "empty_batch".
+            "outside_use", "no_gradient", "random" or "batch_size".
         where: dotted name of the module or parameter, or "loss_fn"; for "no_gradient" the names
             of all parameters without a gradient, joined by ", ".
         message: description of the problem.

@@ -17,10 +17,6 @@ _RANDOM_REMEDY = (
     "function and pass them in the batch, or disable the randomness. Dropout inside of another "
     "operation (nn.LSTM) is disabled by dropout=0.0 or model.eval()"
 )
-_EMPTY_REMEDY = (
-    "with the private loader nothing is needed, because no batch is empty; with "
-    "BatchMemoryManager skip the forward and backward with `if len(x):`, never optimizer.step()"
-)
 
 
 def check_state(subject: Subject, findings: Findings) -> bool:
@@ -88,10 +84,12 @@ def check_state(subject: Subject, findings: Findings) -> bool:
 
 
 def check_sizes(subject: Subject, findings: Findings) -> list[int]:
-    """Return the batch sizes among B, B - 1 and 1 that work; report the others, and size 0."""
+    """Return the batch sizes among B, B - 1 and 1 that work; report the others.
+
+    Size 0 does not occur: an empty logical batch has padding rows, also with BatchMemoryManager.
+    """
     taken = [subject.size]
-    findings.checked.append("an empty batch")
-    for size in sorted({subject.size - 1, 1, 0}, reverse=True):
+    for size in sorted({subject.size - 1, 1}, reverse=True):
         expected = subject.losses_shape(size)
         try:
             shape = tuple(subject.losses(subject.pick(range(size))).shape)
@@ -99,15 +97,12 @@ def check_sizes(subject: Subject, findings: Findings) -> list[int]:
         except Exception as error:
             found = f"raise {error_text(error)}"
         if not found:
-            taken += [size] if size else []
-        elif size:
+            taken.append(size)
+        else:
             findings.add(
                 "batch_size",
                 LOSS_FN,
                 f"{size} sample(s) alone {found}",
                 "private training varies the batch size: make the model independent of it",
             )
-        else:
-            message = f"the samples of an empty batch {found}"
-            findings.add("empty_batch", LOSS_FN, message, _EMPTY_REMEDY, "warning")
     return taken

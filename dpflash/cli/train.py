@@ -44,6 +44,9 @@ _OPTIONS = {
     "--field NAME": "key of the text in a JSONL record (default: {field})",
     "--label-field NAME": "key of the label in a JSONL record. --model is then trained as a "
     "classifier of texts; needs --labels",
+    "--class-weights F...": "factors of the losses, one for each label, in the order of --labels. "
+    "Weights must be public: epsilon does not cover weights computed from the private labels "
+    "(default: no weights)",
     "--model DIR": "fine-tune the model in this folder, which save_pretrained wrote: a causal "
     "language model, or with --label-field a classifier or an encoder such as BERT. Nothing is "
     "downloaded (default: train a new byte-level model)",

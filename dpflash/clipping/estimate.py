@@ -114,20 +114,31 @@ class _Gates:
         self.stand_in = torch.zeros((), requires_grad=True)
         self.is_forward = True
         self.takes_norms = False
+        self.normed: list[int] = []
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Make layers save their inputs for the gates; autograd then sums no gradients."""
+        """In the body, layers save their inputs for the gates.
+
+        Autograd computes the sums of the other parameters alone, such as biases: their per-sample
+        gradients read the same tensors as these sums, so the tape counts this time.
+        """
         with ExitStack() as stack:
-            trained = set(self.trained)
+            trained, planned = set(self.trained), set[Any]()
             for module in self.model.modules():
                 is_planned = isinstance(module, nn.Linear | nn.Embedding)
                 is_planned |= type(module).__name__ in _PLANNED
-                if is_planned and module._parameters.get("weight") in trained:
+                weight = module._parameters.get("weight")
+                if isinstance(module, nn.RMSNorm) and weight in trained:
+                    # Its rule keeps no normalized input, which autograd would keep.
+                    planned.add(weight)
+                    stack.callback(module.register_forward_hook(self._note_norm).remove)
+                if is_planned and weight in trained:
+                    planned.add(weight)
                     stack.callback(module.register_forward_hook(self._watch).remove)
                 if type(module).__name__ == "MultiheadAttention" and self.ranks == 1:
                     self._as_one_node(module, stack)
-            for parameter in self.trained:
+            for parameter in planned:
                 parameter.requires_grad_(False)
                 stack.callback(parameter.requires_grad_, True)
             yield
@@ -153,6 +164,11 @@ class _Gates:
             y, x, self.stand_in, lambda x, dy: self._take(weight, shape, x, dy)
         )
         return result
+
+    def _note_norm(self, module: nn.Module, given: tuple[Any, ...], y: Tensor) -> None:
+        """Note the bytes of the weight's gradient: read dy and x, write and read the product."""
+        if self.is_forward:
+            self.normed.append(4 * y.nbytes)
 
     def _as_one_node(self, module: nn.Module, stack: ExitStack) -> None:
         """Save only x, qkv, o and lse of a `dpflash.nn.MultiheadAttention`."""
@@ -234,12 +250,18 @@ class _Gates:
     def finish(self) -> None:
         """End a backward: add the time of norms, and allocate the clipped sums."""
         ceilings = self.tape.ceilings
+        for parameter in self.trained:
+            parameter.grad = None
+        if self.sums:  # add to the sums of the microbatches before
+            self.tape.add(Work(moved=3 * 4 * sum(p.numel() for p in self.trained)))
         for parameter, shapes in self.shapes.items():
             mode = self.modes[parameter]
             # Ghost clipping ran its second backward on the tape, which counted the time.
             known = cost(shapes, "book_keeping" if mode == "ghost" else mode, ceilings)
             self.tape.seconds += known.seconds
         self.tape.add(Work(launches=_LAUNCHES * len(self.trained)))
+        self.tape.add(Work(moved=sum(self.normed), launches=2 * len(self.normed)))
+        self.normed.clear()
         rest = [p for p in self.trained if p not in self.shapes]
         dense = {
             p: self.tape.allocate(4 * self.batch * p.numel() // self.ranks, "per-sample gradients")

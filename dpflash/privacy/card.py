@@ -218,6 +218,10 @@ def _rows(report: Mapping[str, Any]) -> dict[str, str]:
     size = "declared" if public["dataset_size_declared"] else "treated as public"
     lost = ", and {} more in its ledger, which a crash lost or earlier runs made"
     lost = lost.format(report["lost_steps"]) if report["lost_steps"] else ""
+    config, weights = report["config"], ""
+    if config.get("class_weights"):
+        pairs = zip(config["labels"], config["class_weights"], strict=True)
+        weights = ", ".join(f"{label}: {weight:g}" for label, weight in pairs).replace("|", "/")
     of_all = " of all runs together" if (report.get("by_run") or {}).get("total") else ""
     found = {
         f"epsilon{of_all}": _shown(report["epsilon"]),
@@ -229,6 +233,7 @@ def _rows(report: Mapping[str, Any]) -> dict[str, str]:
         "steps": f"{report['steps']}{lost}",
         "accountant": report["accountant"],
         "clipping": f"{report['clipping']}, max_grad_norm {report['max_grad_norm']:g}",
+        **({"class weights": f"{weights}, stated as public"} if weights else {}),
         "noise multiplier": f"{report['noise_multiplier']:.6g}"
         + (f", banded noise of {report['bands']} bands" if report.get("bands", 1) > 1 else ""),
         "expected batch size": f"{report['expected_batch_size']}",

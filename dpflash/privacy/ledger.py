@@ -263,10 +263,12 @@ class Ledger:
     def _check_guard(self, content: bytes) -> None:
         guard, where = self._tail.guard, self._file.guard_path
         path, away = quote(str(self.path)), "" if guard is None else "move the guard away and "
+        # `wc` counts complete lines, so the guard gets no line that is unfinished.
+        last_line = f"head -n $(wc -l < {path}) {path} | tail -n 1"
         repair = (
             f"Without a copy, {away}compare the ledger with the hash of it that you saved last: "
             f"dpflash ledger verify {path} --head HASH. Only if no line was added and cut after "
-            f"you saved that hash, make a new guard: tail -n 1 {path} > {quote(str(where))}"
+            f"you saved that hash, make a new guard: {last_line} > {quote(str(where))}"
         )
         if guard is None:
             earlier = where.with_suffix(".head")

@@ -13,6 +13,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from .._json import finite
 from ..audit.report import AUDIT
 from ..nn import LongContextLM
 from ..privacy.card import CARD, TITLE, follow_umask, weights_digest
@@ -150,6 +151,13 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
         report["heads_of_card"] = [one.head for one in ledgers]
     if ledger is not None:
         _require_same(run, report, ledger)
+    if ledgers and (report["by_run"] or {"total": {}})["total"] is None:
+        # The ledgers have no joint epsilon. That of the own ledger grows with its other runs.
+        head = report.get("ledger_head")
+        own_ledger = next(one for one in ledgers if head in heads(one.content()))
+        spending = Spending(report["accountant"], ledger=own_ledger)
+        report["epsilon"] = finite(spending.epsilon(report["delta"]).upper)
+        report["neighboring_relation"] = spending.relation
     report["ledger_is_there"] = bool(ledgers)
     report["private_base"] = not others and _has_card(report["config"].get("model"))
     if "weights" in report and report["weights"] != weights_digest(pretrained_folder(run)):

@@ -54,6 +54,7 @@ class TrainingConfig:
     eval_fraction: float | None = None
     label_field: str | None = None
     labels: Collection[str] | None = None
+    class_weights: Collection[float] | None = None  # public, in the order of labels
     model: str | None = None
     tokenizer: str | None = None
     lora_rank: int | None = None
@@ -220,7 +221,13 @@ class TrainingConfig:
                 "needs the field of the label, and the names of all labels, which count as "
                 "public; pass both"
             )
+        weights = self.class_weights
         if self.labels is None:
+            if weights is not None:
+                raise ValueError(
+                    f"class_weights={weights!r} needs labels: weights are for the classes of a "
+                    "classifier; pass label_field and labels, or drop class_weights"
+                )
             return
         if len(set(self.labels)) != len(self.labels) or len(self.labels) < 2:
             raise ValueError(
@@ -233,6 +240,17 @@ class TrainingConfig:
                 f"and pack={self.pack!r}: a classifier is a model of transformers that is "
                 "fine-tuned on records, each with a text and a label; pass model, unit='record' "
                 "or 'field:NAME', and no pack"
+            )
+        if weights is None:
+            return
+        for weight in weights:
+            _validate.non_negative(class_weights=weight)
+            _validate.finite(class_weights=weight)
+        self._set(class_weights=[*map(float, weights)])
+        if len(weights) != len(self.labels) or not any(weights):
+            raise ValueError(
+                f"class_weights={weights!r} with labels={self.labels!r}: expected one number for "
+                "each label, in the same order, and at least one number above 0"
             )
 
     def _resolve_model(self) -> None:

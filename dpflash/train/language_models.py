@@ -220,6 +220,8 @@ class TextClassifier(PretrainedModel):
     def __init__(self, config: TrainingConfig) -> None:
         assert config.labels is not None
         self._labels = {label: number for number, label in enumerate(config.labels)}
+        weights = config.class_weights
+        self._criterion = nn.CrossEntropyLoss(None if weights is None else torch.tensor(weights))
         super().__init__(config)
         # Do not keep the model: `build` loads it again, with a random new head.
         self._initial = None
@@ -240,6 +242,11 @@ class TextClassifier(PretrainedModel):
         """Return the label's index and the token ids of each text; see `encode_labelled`."""
         longest = min(self._config.seq_len, self.max_tokens or self._config.seq_len)
         return encode_labelled(self._tokenizer, contents, self.vocabulary, self._labels, longest)
+
+    def losses(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of each text times the weight of its class, `[B]`, in nats."""
+        logits = self.logits(model, inputs)
+        return losses.of_criterion(self._criterion.to(logits.device), logits, targets)
 
     def logits(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """Return logits `[B, C]` of inputs `[B, T]`, whose padding is negative."""

@@ -238,7 +238,7 @@ class TrainingRun:
         before = saved["config"]
         config = TrainingConfig(**{**before, **given})
         for name in given.keys() - {"data", "eval_data", "ledger"}:
-            expected = before[name]
+            expected = before.get(name)  # missing in checkpoints of earlier versions
             if getattr(config, name) != expected:
                 raise ValueError(
                     f"{name}={given[name]!r}: the run to resume has {name}={expected!r}; leave "

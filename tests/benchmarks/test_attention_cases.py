@@ -109,6 +109,17 @@ def test_a_wrong_row_or_nan_is_an_error_of_the_check():
     assert band_error(late, expected) == math.inf
 
 
+def test_gradients_of_a_single_query_and_key_are_compared_with_the_size_of_dv():
+    case = case_of(patterns.Dense(causal=True), tokens=1, batch=1, heads=1)
+    assert max(errors_of(case, build_run("dpflash", case)).values()) < 1e-5
+
+    def change(name, x):
+        if name == "dq":
+            x += 0.1
+
+    assert errors_of(case, altered(case, change))["dq"] > 0.1
+
+
 def altered(case, change):
     """The library's operator with another output or gradients."""
     run = build_run("dpflash", case)

@@ -1,7 +1,9 @@
 """`dpflash train --label-field`: a classifier of texts, from folder to release."""
 
 import json
+import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -120,6 +122,41 @@ def test_recall_and_precision_of_a_label_count_its_texts_and_its_predictions(ber
     }
 
 
+def test_class_weights_multiply_the_losses_of_a_step_and_are_recorded(bert, tmp_path):
+    """All texts are in the step, so its loss and its gradient can be computed by hand."""
+    base, data = tmp_path / "base", tmp_path / "notes.jsonl"
+    shutil.copytree(bert, base)
+    config = json.loads((base / "config.json").read_text())
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (base / "config.json").write_text(json.dumps({**config, **no_dropout}))
+    texts = ["note " + "today " * i for i in range(8)]
+    rows = [{"text": t, "label": ["true", "ill"][i < 2]} for i, t in enumerate(texts)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = given(base, data, unit="record", examples_per_unit=None, eval_fraction=0.0)
+    options |= {"batch_size": 8, "steps": 1, "target_epsilon": None, "noise_multiplier": 0}
+    options |= {"max_grad_norm": 100.0, "class_weights": (0.25, 3)}
+    job = TrainingRun.start(TrainingConfig(**options), tmp_path / "run")
+    kind = TextClassifier(job.config)
+    plain = kind.build()
+    plain.load_state_dict(job.model.state_dict())
+    report = job.run()
+    documents = kind.encode([f"{row['label']}\0{row['text']}".encode() for row in rows])
+    windows = LabelledTexts(documents, 12, key=bytes(16), padding=-1)
+    inputs, labels = map(torch.stack, zip(*(windows[i] for i in range(8)), strict=True))
+    each = torch.nn.functional.cross_entropy(kind.logits(plain, inputs), labels, reduction="none")
+    loss = (each * torch.tensor([3.0] * 2 + [0.25] * 6)).sum() / 8
+    assert report["history"][0]["loss"] == pytest.approx(loss.item() / math.log(2), rel=1e-4)
+    loss.backward()
+    found = job._optimizer.state[job.model.classifier.weight]["exp_avg"] / 0.1
+    assert torch.allclose(found, plain.classifier.weight.grad, rtol=1e-3, atol=1e-5)
+    assert report["config"]["class_weights"] == [0.25, 3.0]
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| class weights | true: 0.25, ill: 3, stated as public |" in card
+    with pytest.raises(ValueError, match=r"the run to resume has class_weights=\[0.25, 3.0\]"):
+        TrainingRun.resume(tmp_path / "run", {"class_weights": [1, 3]})
+
+
 @pytest.mark.cases(0)
 def test_a_resumed_classifier_is_the_uninterrupted_one(bert, notes, tmp_path):
     config = TrainingConfig(**given(bert, notes, steps=2, checkpoint_every=1))
@@ -170,6 +207,15 @@ def test_equal_texts_with_two_labels_are_two_documents(notes):
         ({"model": None}, "is fine-tuned on records, each with a text and a label"),
         ({"unit": "folder"}, "pass model, unit='record' or 'field:NAME', and no pack"),
         ({"pack": True}, "and no pack"),
+        (
+            {"class_weights": [1, 2], "labels": None, "label_field": None},
+            r"class_weights=\[1, 2\] needs labels",
+        ),
+        ({"class_weights": [1]}, r"class_weights=\[1\] with labels=.* one number for each label"),
+        ({"class_weights": [0, 0]}, "at least one number above 0"),
+        ({"class_weights": [1, -1]}, "class_weights=-1: expected a number >= 0"),
+        ({"class_weights": [1, math.nan]}, "class_weights=nan: expected a number"),
+        ({"class_weights": [1, math.inf]}, "class_weights=inf: expected a finite number"),
     ],
     ids=str,
 )

@@ -610,7 +610,8 @@ def test_parameters_without_a_gradient_are_one_problem_that_keeps_every_name():
     assert "unused.4.bias" not in str(report) and "these 10 trainable" in str(report)
 
 
-def test_a_model_that_cannot_take_an_empty_batch_is_a_warning():
+def test_a_model_that_cannot_take_an_empty_batch_has_no_problem():
+    """Training has no empty batch: an empty logical batch has padding rows."""
     model = around(nn.ReLU())
 
     def loss(m, batch):
@@ -618,8 +619,7 @@ def test_a_model_that_cannot_take_an_empty_batch_is_a_warning():
         return per_sample(m, batch)
 
     report = check(model, vectors(), loss)
-    assert report.ok and found(report, "empty_batch") == ["loss_fn"]
-    assert "if len(x):" in report.problems[0].remedy
+    assert report.ok and not report.problems
 
 
 def test_randomness_is_a_warning_and_does_not_hide_coupling():
@@ -727,11 +727,6 @@ def test_a_reduction_over_samples_has_no_problem(loss, declared):
     assert any("targets of the others" in entry for entry in report.checked)
     assert any("private backward" in entry for entry in report.checked)
     assert not any("unequal lengths" in entry for entry in report.not_checked)
-
-
-def test_an_empty_batch_may_have_a_scalar_that_is_no_number():
-    report = check(around(nn.ReLU()), vectors(), mean_of_tokens, loss_reduction="mean")
-    assert "an empty batch" in report.checked and not found(report, "empty_batch")
 
 
 def test_a_reduction_of_another_name_is_refused():
@@ -907,7 +902,7 @@ def test_a_hugging_face_model_has_no_error_until_its_own_loss_is_taken(build):
         return dpflash.losses.cross_entropy(logits[:, :-1], b["labels"][:, 1:].contiguous())
 
     report = check(model, batch, ours)
-    assert {problem.kind for problem in report.problems} == {"empty_batch"}
+    assert not report.problems
     assert any("masks of the others" in entry for entry in report.checked)
     assert found(check(model, batch, own), "coupling") == ["loss_fn"]
 
@@ -1081,7 +1076,7 @@ def test_a_report_says_that_the_data_set_and_its_collate_fn_were_not_tried():
 
 
 def test_a_report_reads_errors_first_and_never_claims_a_proof():
-    warning = Problem("empty_batch", "loss_fn", "m", "r", "warning")
+    warning = Problem("random", "loss_fn", "m", "r", "warning")
     error = Problem("coupling", "blocks.0", "m", "r")
     assert CheckReport([warning], [], []).ok and not CheckReport([warning, error], [], []).ok
     clean = str(check(around(nn.ReLU()), vectors()))

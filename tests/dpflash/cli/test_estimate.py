@@ -8,6 +8,7 @@ import pytest
 from dpflash import _validate
 from dpflash.cli import estimate, main
 from dpflash.cli.estimate import Subject, ceilings_of, cost_of, largest
+from dpflash.clipping.device_speed import CPU_RULE
 from dpflash.clipping.estimate import PARTS
 
 H100 = ceilings_of("h100")
@@ -45,6 +46,18 @@ def test_parts_add_up_and_private_training_keeps_gradients_of_samples(subject):
     free, tight = (_cost(subject, memory=memory) for memory in (None, 4))
     assert not free.is_limited and "ghost" not in free.modes
     assert tight.is_limited and set(tight.modes) == {"ghost"}
+
+
+@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
+def test_a_private_step_takes_no_less_time_than_a_plain_step(norm, tmp_path):
+    """Also if reading the output gradients for biases takes most of the time of gradients."""
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "norm": norm}))
+    subject = Subject(str(tmp_path / "config.json"), is_fake=True)
+    for microbatch in (None, 16):
+        sizes = {"batch": 64, "tokens": 2048, "microbatch": microbatch}
+        plain = cost_of(subject, CPU_RULE, mode=None, **sizes).seconds
+        for mode in ("auto", "instantiate", "book_keeping", "ghost"):
+            assert cost_of(subject, CPU_RULE, mode=mode, **sizes).seconds > plain, mode
 
 
 @pytest.mark.cases(0)

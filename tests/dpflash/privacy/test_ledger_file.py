@@ -178,14 +178,19 @@ def test_a_ledger_that_was_cut_or_changed_is_refused_and_left_as_it_is(kind, pat
     assert [p.read_bytes() if p.exists() else None for p in (path, guard_of(path))] == before
 
 
-def test_a_guard_made_anew_as_the_message_says_lets_a_whole_ledger_be_opened(path):
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(("missing", "kept"), [(0, 4), (9, 3), (None, 0)])
+def test_a_guard_made_anew_as_the_message_says_lets_a_ledger_be_opened(path, missing, kept):
+    """Also if the last line, or the only line, is unfinished."""
     guard_of(path).unlink()
+    os.truncate(path, 30 if missing is None else path.stat().st_size - missing)
     with pytest.raises(ValueError) as refused:
         Ledger(path)
     command = str(refused.value).split("make a new guard: ")[1]
     subprocess.run(command, shell=True, check=True)
+    assert Ledger(path).releases == kept
     add(Ledger(path))
-    assert Ledger(path).releases == 5
+    assert Ledger(path).releases == kept + 1
 
 
 def test_a_guard_that_lags_behind_the_ledger_is_none_that_tells_a_cut(path):

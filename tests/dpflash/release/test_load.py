@@ -186,6 +186,16 @@ def test_a_card_states_epsilon_of_each_run_and_ledger_and_of_all_together(copied
     card = (tmp_path / "beside" / "README.md").read_text()
     assert "**This model may not be private:** another run" in card
     assert "tags: [dpflash]" in card
+    # A shared ledger has grown since the report was written.
+    report = json.loads((run / "report.json").read_text())
+    report["config"]["ledger"] = str(own.path)
+    (run / "report.json").write_text(json.dumps(report))
+    grown, before = Ledger(own.path), spent(own)
+    grown.append(run="later", event=event, count=50, accountant="rdp")
+    export(run, tmp_path / "grown", ledgers=[users.path])
+    card = (tmp_path / "grown" / "README.md").read_text()
+    assert f"of its own ledger alone, the weights are ({spent(own)}, 0.001)" in card
+    assert f"| epsilon | {spent(own)} |" in card and float(spent(own)) > float(before)
     with pytest.raises(ValueError, match="one is given twice"):
         export(run, tmp_path / "twice", ledgers=[run / "ledger.jsonl", base.path, base.path])
     (run / "ledger.jsonl").unlink()
