@@ -40,7 +40,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """A panel of the picture: the rows of one section that have both an x and a y value."""
+    """A panel of the picture, which shows one section's rows that have values for x and for y."""
 
     section: str
     title: str  # heading above the panel
