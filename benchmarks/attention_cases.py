@@ -262,10 +262,10 @@ def not_finite(x: Tensor) -> float:
 
 
 def band_error(x: Tensor, expected: Tensor) -> float:
-    """Return the largest ``|x - expected| / |expected|`` of BANDS groups of consecutive rows.
+    """Return the largest ``|x - expected| / |expected|`` over BANDS groups of consecutive rows.
 
     Late rows of a long sequence are small, so early rows would dominate an error over all rows.
-    The divisor is at least a hundredth of the root mean square of the groups' norms.
+    Each |expected| counts as at least a hundredth of the root mean square over the groups.
     """
     floor = 1e-2 * expected.norm() / math.sqrt(BANDS)
     worst = 0.0

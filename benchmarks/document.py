@@ -103,7 +103,7 @@ def column(key: str, header: str | None = None) -> Column:
 def columns(
     *parts: str | Sequence[Column], computed: Mapping[str, Callable[[Row], Any]] | None = None
 ) -> tuple[Column, ...]:
-    """Return columns; a string "key | key: header | ..." names values of rows or their configs.
+    """Return columns; a string "key | key: header | ..." names values of a row or of its config.
 
     If a key is in `computed`, the cell is `computed[key](row)`.
     """

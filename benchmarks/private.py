@@ -217,7 +217,7 @@ def _norm(grads: Sequence[Tensor]) -> float:
 
 
 class GradientKeeper(torch.optim.SGD):
-    """Copies the gradients into a list instead of making a step."""
+    """An optimizer whose step copies the gradients into a list."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], given: list[Tensor]) -> None:
         super().__init__(parameters, lr=0.0)

@@ -82,8 +82,8 @@ def _is_view(func: Any) -> bool:
 def measured_roofs(device: torch.device, *, quick: bool = False) -> Ceilings:
     """Measure FLOP/s and bytes/s of the device, with the threads of this process.
 
-    FLOP/s are measured by products of square matrices, bytes/s by copies; both are medians. "tf32"
-    is float32 with TF32 allowed; dtypes that the device cannot multiply are left out.
+    FLOP/s are medians over products of square matrices, bytes/s are medians over copies. "tf32" is
+    float32 with TF32 allowed. Dtypes that the device cannot multiply are left out.
     """
     is_cuda, trials = device.type == "cuda", 3 if quick else 20
     largest, elements = (8192, 2**28) if is_cuda else (4096, 2**26)

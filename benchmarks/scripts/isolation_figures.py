@@ -73,7 +73,7 @@ def power(case, a, runs):
 
 
 def honest(seed, world=None):
-    """Return a row with the refusal in the run of a seed, or why the run was not made."""
+    """Return a row for the honest run of a seed: its refusal, if any, or why it was not made."""
     row = {"seed": seed, "architecture": honest_runs.choices(seed)["architecture"]}
     given = (honest_runs.__file__, "train", 2)
     try:
