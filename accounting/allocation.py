@@ -181,7 +181,7 @@ def _mean(a: Law, b: Law, is_upper: bool) -> Law:
 
 
 def _columns(a: Law, b: Law, first: int) -> list[tuple[slice, float]]:
-    """Return (slice of b, weight) to pair with rows of a; if a is b, (i, j) counts for (j, i)."""
+    """Return (slice of b, weight) to pair with rows of a; if a is b, later pairs count twice."""
     if a is not b:
         return [(slice(None), 1.0)]
     end = first + _ROWS

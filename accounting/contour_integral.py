@@ -31,7 +31,7 @@ _PIECE = 1.0  # length in t that is evaluated at once
 _EDGE_STEP = 0.5
 _LAST = 42.0  # t at which e^-t is far below rounding
 _REMAINDER_NODES = np.array([0.0, 0.3, 0.7, 1.2, 1.8, 2.5, 3.3, 4.2, 5.2, 6.5, 8.0, 10.0])  # t
-_ENOUGH, _ROUGH = 1e-12, 1e-4  # errors of M up to which the real line is used, not a ray
+_ENOUGH, _ROUGH = 1e-12, 1e-4  # the real line, not a ray, is used up to these errors of M
 _FEW = 16
 _ROUNDING = 2.0**-52
 _UNKNOWN = 1e300  # error reported if the step is too coarse for a bound
@@ -174,7 +174,7 @@ class ContourIntegral:
         return best
 
     def _sum(self, epsilon: float, level: int) -> tuple[float, float, float, float]:
-        """Return delta, its derivative, its error by rounding and finite length, that by step."""
+        """Return delta, its derivative, its error by rounding and length, its error by step."""
         step = self.contour.step(level)
         value = slope = rounding = strip = tail = largest = coarser = 0.0
         edge_open, peaks, edge_tails = [True, True], [0.0, 0.0], [0.0, 0.0]
@@ -298,7 +298,7 @@ def _count_significant(size: _Real, noise: _Real) -> int:
 def _tail_bound(size: _Real, largest: float, ends: bool, before: float) -> float:
     """Bound the integral beyond the last term, for terms that decay at least as fast as e^-t.
 
-    If rounding errors exceed the terms before these have decayed, the bound is infinite.
+    If rounding errors exceed the terms before the terms have decayed, the bound is infinite.
     """
     last = float(size[-2:].max()) if len(size) else before
     return last if not ends or 0 < last < 1e-3 * largest else math.inf

@@ -6,7 +6,7 @@ or zeroed, a sum changes by at most one bound, and all interpretations agree. If
 replaced, a sum may change by two bounds, and there are two interpretations. GaussianDpEvent's
 documentation, PLDAccountant and TruncatedSubsampledGaussianDpEvent divide the noise by the bound
 of one sample ("bound", as this library does). RdpAccountant divides it by the sensitivity, twice
-the bound ("sensitivity"), also for SampledWithoutReplacementDpEvent, which only it supports.
+the bound ("sensitivity"). Only RdpAccountant supports SampledWithoutReplacementDpEvent.
 """
 
 from __future__ import annotations

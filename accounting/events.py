@@ -20,7 +20,7 @@ from .pairs import Pair
 
 ADD_REMOVE, ZERO_OUT, REPLACE_ONE = "add_remove", "zero_out", "replace_one"
 RELATIONS = (ADD_REMOVE, ZERO_OUT, REPLACE_ONE)
-_MOST_EXAMPLES = 1000  # of one unit, since an accountant's sums have one term for each example
+_MOST_EXAMPLES = 1000  # of one unit; an accountant's sums have one term for each example
 _LONGEST_BLOCK = 10**7  # steps of a block in random allocation; longer blocks take too much memory
 
 _Event = TypeVar("_Event", bound="Event")
@@ -257,9 +257,9 @@ class RandomAllocationGaussian(Event):
         may depend on earlier outputs. So all sums together are obtained, step by step, from one
         sample of the pair, scaled by the change, with noise added. Blocks are independent, so
         their pairs compose. The bound also holds for the sampler that draws k of all T steps
-        uniformly, without blocks: its output has the same distribution as that of the sampler with
-        blocks if a random partition of the steps into sets of these lengths takes the place of the
-        blocks, and the cost with a published partition is the same.
+        uniformly, without blocks. Equivalently, that sampler divides the steps at random into k
+        sets of the blocks' lengths and draws one step from each set. Even if this division is
+        published, the sets cost the same as the blocks.
 
     Source:
         Feldman and Shenfeld 2025, Privacy amplification by random allocation (arXiv 2502.08202);

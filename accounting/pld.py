@@ -205,7 +205,7 @@ class Composition:
     is_upper: bool
 
     def delta(self, epsilon: float) -> float:
-        """Return an upper bound of delta at this epsilon, or a lower bound unless `is_upper`."""
+        """Return a bound of delta at this epsilon: an upper bound if `is_upper`, else a lower."""
         exponent = self.theta * (self.reference - epsilon)
         kernel = float(log_kernel(self.theta))
         log_chernoff = self.log_scale + exponent + kernel + self.relative

@@ -88,7 +88,7 @@ def query(*, device: str, seed: int, provider: str, noise: float, steps: int) ->
 def _shortfall(value: float, truth: float) -> float:
     """Return how far `value` is below `truth`, divided by `truth`.
 
-    Infinite if `value` is NaN, or is infinite although `truth` is not.
+    The result is infinite if `value` is NaN, or if `value` is infinite and `truth` is finite.
     """
     if value == truth:
         return 0.0

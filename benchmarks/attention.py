@@ -26,7 +26,7 @@ from .timing import Step
 from .work import Work, attention_flops
 
 DIRECTIONS = ("forward", "forward+backward")
-# Number of tensors. Forward: q, k, v, o. Backward: do, q, k, v, o and gradients of q, k, v.
+# Tensors read or written: q, k, v, o by a forward, also do, dq, dk and dv by a backward.
 _FORWARD_TENSORS, _BACKWARD_TENSORS = 4, 8
 _SPARSE_BLOCK = 128
 # The segment lengths of LongNet's paper, which were chosen for a million tokens.

@@ -262,11 +262,11 @@ def not_finite(x: Tensor) -> float:
 
 
 def band_error(x: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
-    """Return the largest ``|x - expected| / |expected|`` of BANDS groups of consecutive rows.
+    """Return the largest ``|x - expected| / |expected|`` over BANDS groups of consecutive rows.
 
     Late rows of a long sequence are small, so early rows would dominate an error over all rows.
-    The divisor is at least a hundredth of the root mean square of the groups' norms, or of those
-    of `scale` where `expected` is 0 but for rounding, such as dq of a single key.
+    Each |expected| counts as at least a hundredth of the root mean square over the groups. If
+    `expected` is 0 but for rounding (dq of a single key), |scale| takes the place of |expected|.
     """
     size = expected.norm()
     if scale is not None and size < 1e-12 * scale.norm():

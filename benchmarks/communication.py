@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from .isolated import Place
 
 _RECEIVES = ("recv_", "recv_any_source_")
-# Operation -> (index of its tensor argument, function of P: bytes sent by a rank / tensor bytes).
+# Operation -> (index of its tensor argument, function of P that returns sent / tensor bytes).
 _TIMES: Mapping[str, tuple[int, Callable[[int], float]]] = {
     "allgather_": (1, lambda p: p - 1),
     "_allgather_base_": (1, lambda p: p - 1),

@@ -40,7 +40,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """A panel of the picture: the rows of one section that have both an x and a y value."""
+    """A panel of the picture, which shows one section's rows that have values for x and for y."""
 
     section: str
     title: str  # heading above the panel
@@ -103,7 +103,7 @@ def column(key: str, header: str | None = None) -> Column:
 def columns(
     *parts: str | Sequence[Column], computed: Mapping[str, Callable[[Row], Any]] | None = None
 ) -> tuple[Column, ...]:
-    """Return columns; a string "key | key: header | ..." names values of rows or their configs.
+    """Return columns; a string "key | key: header | ..." names values of a row or of its config.
 
     If a key is in `computed`, the cell is `computed[key](row)`.
     """

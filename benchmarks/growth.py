@@ -42,7 +42,7 @@ _CLOSE = 0.95
 def _dilated(
     section: str, direction: str, request: Request, sizes: Iterable[tuple[int, int, int]]
 ) -> Comparison:
-    """Compare dilated attention, D = 64, not causal, at each size (B, T, H)."""
+    """Return the rows of dilated attention (D = 64, not causal), one for each size (B, T, H)."""
     measurements = []
     for batch, tokens, heads in sizes:
         segments: tuple[int, ...] = (tokens // 4, tokens // 2)

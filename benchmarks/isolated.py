@@ -24,7 +24,7 @@ from tqdm import tqdm
 from dpflash.distributed.collectives import RankError
 
 _NO_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory", "bad_alloc")
-# Reason for exit code 1: a process that reaches the function would send the raised error.
+# Likely reason for exit code 1. After the function begins, a process sends its error instead.
 _NO_GUARD = (
     " and without a result. Most likely the process imported the script that started it, and so "
     'began to measure again; put the calls of the script under `if __name__ == "__main__":`'

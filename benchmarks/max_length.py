@@ -30,7 +30,7 @@ SECTION = "max_length"
 CEILING = "the ceiling of the search"
 
 _HEADS, _HEAD_DIM = 8, 64
-# The size at which each process checks its variant: windows and short segments leave out pairs.
+# The size at which each process checks its variant, where windows and segments leave out pairs.
 _CHECKED_TOKENS, _CHECKED_HEADS = 3072, 2
 _WITHIN = 8  # the relative error of the longest T is at most 1 / _WITHIN
 _LEAST = 256

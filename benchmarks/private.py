@@ -168,7 +168,7 @@ def clipping_of(provider: str) -> str | None:
 
 
 def raised_norms(task: Task, norms: Tensor) -> list[float] | None:
-    """Return each sample's norm over its exact norm, None if wrong; `norms` are in any order."""
+    """Return each norm over its sample's exact norm, None if one is wrong; norms in any order."""
     exact = [_norm(grads) for grads in _sample_gradients(task, task.build())]
     if len(norms) != len(exact):
         return None
@@ -217,7 +217,7 @@ def _norm(grads: Sequence[Tensor]) -> float:
 
 
 class GradientKeeper(torch.optim.SGD):
-    """Copies the gradients into a list instead of making a step."""
+    """An optimizer whose step copies the gradients into a list."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], given: list[Tensor]) -> None:
         super().__init__(parameters, lr=0.0)

@@ -72,7 +72,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Reported:
-    """A published row; exactly one of `answers`, `features` and `needs` is dpflash's answer."""
+    """A published row. Exactly one of `answers`, `features` and `needs` is not empty."""
 
     named: str  # name and configuration
     figures: Sequence[Figure] = ()

@@ -209,7 +209,7 @@ def context_rows(request: Request) -> Iterator[Row]:
 
 
 def node_rows(request: Request) -> Iterator[Row]:
-    """Yield rows without figures, which state that they need several machines."""
+    """Yield rows without figures for runs that need several machines."""
     command = "dpflash train --shard-parameters"
     for nodes in NODES:
         machines = f"{nodes} machine{'s' * (nodes > 1)} with GPUs that hold a 7B model"

@@ -47,7 +47,7 @@ class Sizes:
 
 
 def _training_cases(batch: int, tokens: int, context: int, width: int) -> list[TrainingCase]:
-    """Return data parallel cases, `batch` samples, and context parallel ones, 1 and 2 samples."""
+    """Return data parallel cases of `batch` samples, context parallel cases of 1 and 2 samples."""
     shapes = [("replicated", batch, tokens), ("fsdp2", batch, tokens)]
     shapes += [("context", 1, context), ("context", 2, context // 2)]
     return [TrainingCase(*shape, width=width) for shape in shapes]
@@ -93,7 +93,7 @@ class _Sections:
         request: Request,
         scaling: str = "strong",
     ) -> Iterator[Row]:
-        """Yield rows of cases, which take turns; in weak scaling each rank has a case's T."""
+        """Yield rows of cases that take turns; in weak scaling T is multiplied by the ranks."""
         tokens = cases[0].tokens
         given: dict[str, Any] = {"tokens_alone": tokens}
         given["effort"] = None if section == "memory" else request.calls

@@ -50,7 +50,7 @@ MODES = ("ring", "all_gather", "ulysses")
 
 _DTYPE = torch.float32
 _TOLERANCE = 1e-4
-# T of the smaller attention calls and training steps whose results are compared with one process.
+# T of the attention calls and of the training steps that are checked against a single process.
 _CHECKED_ATTENTION, _CHECKED_TOKENS = 2051, 64
 
 

@@ -132,10 +132,10 @@ class Request:
     device: str = "auto"  # "cpu", "cuda", or "auto" for a GPU if there is a GPU
     threads: int | None = None  # number of torch's CPU threads; None for all
     seed: int = 0  # seed of inputs and weights
-    max_seconds: float | None = None  # for all calls of a row; None for 60, or 10 if quick
+    max_seconds: float | None = None  # limit for all calls of a row; None: 60, or 10 if quick
     traces: bool = False  # whether to write a trace of each row
     has_progress: bool = True  # whether to show progress on stderr
-    effort: Effort | None = None  # of each row; None for 5 warm-ups + 20 trials, or 2 + 5 if quick
+    effort: Effort | None = None  # of a row; None: 5 warm-ups and 20 trials, or 2 and 5 if quick
 
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cpu", "cuda"):
@@ -270,7 +270,7 @@ def refuse(row: Row, error: Exception) -> None:
 
 
 def _noting(step: Step, name: str, failed: dict[str, Exception]) -> Step:
-    """Return a step that makes no more calls after it has failed, and records its error."""
+    """Return a step that records its first error in `failed`, and then makes no more calls."""
 
     def call() -> None:
         if name not in failed:

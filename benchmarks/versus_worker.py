@@ -37,7 +37,7 @@ from .memory import peak_growth
 Step = Callable[[], object]
 
 WARM_UPS = 2
-PROVING = 64  # number of samples after which the isolation test of the first batches has ended
+PROVING = 64  # number of samples after which the isolation tests of first batches have ended
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from dpflash.nn import LongContextLM
 from .timing import Effort, Step, Stopwatch, time_steps
 
 _CPU = torch.device("cpu")
-_KERNELS = 439  # kernels in a step of a model of two blocks, counted by `dpflash.clipping.tape`
+_KERNELS = 439  # kernels of a step of a two-block model, as `dpflash.clipping.tape` counts them
 _LONG_ENOUGH = 0.02  # smallest duration of a timed product, in seconds
 # Two roofs within this factor of each other are called balanced.
 _BALANCED = 1.25
@@ -82,8 +82,8 @@ def _is_view(func: Any) -> bool:
 def measured_roofs(device: torch.device, *, quick: bool = False) -> Ceilings:
     """Measure FLOP/s and bytes/s of the device, with the threads of this process.
 
-    FLOP/s are measured by products of square matrices, bytes/s by copies; both are medians. "tf32"
-    is float32 with TF32 allowed; dtypes that the device cannot multiply are left out.
+    FLOP/s are medians over products of square matrices, bytes/s are medians over copies. "tf32" is
+    float32 with TF32 allowed. Dtypes that the device cannot multiply are left out.
     """
     is_cuda, trials = device.type == "cuda", 3 if quick else 20
     largest, elements = (8192, 2**28) if is_cuda else (4096, 2**26)

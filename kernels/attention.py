@@ -48,7 +48,7 @@ def attention_backward(
         out: tensors to write dq, dk and dv to, for instance views of one buffer; last stride 1.
 
     Raises:
-        ValueError: `out` together with `wide`: the dtype of `out` is that of the gradients.
+        ValueError: `out` and `wide` are both given; the dtype of `out` is that of the gradients.
     """
     if wide and out is not None:
         raise ValueError(
@@ -119,7 +119,7 @@ def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
 
 
 def _with_positive_scale(inputs: AttentionInputs) -> AttentionInputs:
-    """Negate or zero q to make the scale positive, so that -inf * scale stays -inf."""
+    """Make the scale positive, so that -inf * scale stays -inf: negate q, or zero q if it is 0."""
     if inputs.scale > 0:
         return inputs
     if inputs.scale < 0:

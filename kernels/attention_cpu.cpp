@@ -221,7 +221,7 @@ void forward_tile(const Problem& p, const Tile& tile, F* scratch) {
   }
 }
 
-// For each row of a tile, sums over keys: of ds, of p, of ds * distance and of p * distance.
+// Four sums over keys for each row of a tile: of ds, p, ds * distance and p * distance.
 template <class F>
 struct RowSums {
   std::array<double, kTile + kWidth<F>> ds{}, p{}, ds_far{}, p_far{};

@@ -67,7 +67,7 @@ def attention_backward(
     """See `attention_reference.attention_backward`.
 
     No bit of a sample's dq, dk, dv and sums depends on the number of threads or on other samples.
-    With run_grads, one thread works on each sample and key head; otherwise several threads may.
+    Several threads may share the work of one sample and key head, except with run_grads.
 
     Raises:
         MemoryError: the kernel cannot allocate its own buffers; for tensors torch raises.
@@ -137,7 +137,7 @@ def _slopes_error(
 
 
 def _visits_all_rows(graph: TileGraph) -> bool:
-    """Return whether the kernels write all rows of o, lse, dq; they skip rows without a group."""
+    """Return whether each row is in a group: the kernels write o, lse and dq of such rows only."""
     return not graph.rows.runtime and graph.rows.is_complete(graph.num_queries)
 
 
@@ -150,7 +150,7 @@ def _aligned(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class _RunGrads:
-    """Gradients of the runs' log multiplicities; a head has entries for its variant's runs."""
+    """Gradients of the runs' log multiplicities: each head has one for each run of its variant."""
 
     def __init__(self, graph: TileGraph, heads: torch.Size) -> None:
         side = graph.rows
@@ -180,8 +180,8 @@ class _RunGrads:
             return total.index_add_(0, run, self.of_heads)
 
 
-# The fields of Problem in tiles.h, in its order: six tensors with three strides each, pointers to
-# other tensors, sizes, two floating-point numbers; then (_ROWS) the fields of the graph's rows.
+# The fields of Problem in tiles.h, in its order. _CALL: six tensors with three strides each,
+# pointers to other tensors, sizes, two floating-point numbers. _ROWS: tables of the graph's rows.
 _CALL = struct.Struct(f"{6 * 4 + 14 + 11}q2d")
 _ROWS = struct.Struct("7q")
 _ABSENT = (0, 0, 0, 0)

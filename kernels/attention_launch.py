@@ -116,7 +116,7 @@ def attention_backward(
 
 
 def _row_statistics(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """Return (lse in base 2, +inf for -inf; ``rowsum(o do) - dlse``): `[B, H, T, 2]`, float32."""
+    """Return lse in base 2 (+inf in place of -inf) and ``rowsum(o do) - dlse``, `[B, H, T, 2]`."""
     batch, heads, queries, head_dim = o.shape
     statistics = o.new_empty((batch, heads, queries, 2), dtype=torch.float32)
     block = 64

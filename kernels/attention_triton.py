@@ -21,7 +21,7 @@ def _load(
     FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
     MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Load dims FIRST.. of the rows at `offsets`, `[rows, WIDTH]`; 0 beyond D and if unseen."""
+    """Load WIDTH dims, from FIRST on, of the rows at `offsets`; 0 beyond D and if not `seen`."""
     dims = FIRST + tl.arange(0, WIDTH)
     ptrs = ptr + offsets[:, None] + dims[None, :]
     if FIRST + WIDTH > D:
@@ -50,14 +50,14 @@ def _store(ptr, offsets, seen, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: t
 
 @triton.jit
 def _store_sum(ptr, x, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """Store the sum over existing rows to head dims FIRST.. at `ptr`."""
+    """Sum x over the rows that are `there`; store the sum at `ptr`, from head dim FIRST on."""
     dims = FIRST + tl.arange(0, WIDTH)
     tl.store(ptr + dims, tl.sum(tl.where(there[:, None], x, 0.0), 0), mask=dims < D)
 
 
 @triton.jit
 def _squares(ptr, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """Return each row's sum of squares of the stored values, in fp64: 1e30^2 overflows fp32."""
+    """Round x as it is stored, and sum the squares of each row in fp64: 1e30^2 overflows fp32."""
     stored = x.to(ptr.dtype.element_ty).to(tl.float64)
     if FIRST + WIDTH > D:
         dims = FIRST + tl.arange(0, WIDTH)
@@ -105,9 +105,9 @@ def _columns_below(bound, start, stride, reciprocal, shift):
 def _clip(runs_ptr, run, rows, first, last, column_begin, column_end, BLOCK_N: tl.constexpr):
     """Load a run, and clip it to the columns that some row of a tile sees, in chunks of BLOCK_N.
 
-    Returns the run's start, stride and log multiplicity in base 2; begin <= left <= right <= end,
-    where the chunks of [left, right) are full and seen by every row, and the chunks of [begin,
-    left) and [right, end) need a mask; each row's first column, and number of columns.
+    Returns the run's start, stride and log multiplicity in base 2; the borders begin <= left <=
+    right <= end; each row's first column and number of columns. Every row sees all columns of the
+    chunks in [left, right). The chunks in [begin, left) and [right, end) need a mask.
     """
     record = runs_ptr + run * 8
     start = tl.load(record)
@@ -134,7 +134,7 @@ def _clip(runs_ptr, run, rows, first, last, column_begin, column_end, BLOCK_N: t
 
 @triton.jit
 def _at_run(x_ptr, y_ptr, start, stride, stride_xt, stride_yt):
-    """Return two tensors' pointers to a run's first column, and the strides of its columns."""
+    """Return the pointers to a run's first column in x and in y, and the strides to the next."""
     wide_start, wide_stride = start.to(tl.int64), stride.to(tl.int64)
     x_ptr += wide_start * stride_xt
     y_ptr += wide_start * stride_yt

@@ -1,7 +1,7 @@
-"""Chooses the attention kernels of a call, dpflash's, cuDNN's or FlashAttention's, and calls them.
+"""Computes attention by the kernels of dpflash, cuDNN or FlashAttention, chosen for each call.
 
-`choose` selects kernels that support the call's arguments, and considers which kernels are
-bitwise reproducible. The kernels are called as separate operators, never through
+`choose` selects kernels that support the call's arguments and are as reproducible as the backend
+requires. The kernels are called as separate operators, never through
 `F.scaled_dot_product_attention`, which selects kernels by a setting of the process.
 
 Sources: PyTorch 2.9 to 2.13, `aten/src/ATen/native/cudnn/MHA.cpp` and

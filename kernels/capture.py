@@ -47,7 +47,7 @@ class Kept:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Run the block without capture, before `capturing`; hold the tensors of its launches."""
+        """Context manager for the rehearsal, before `capturing`; holds its launches' tensors."""
         self._rehearses = True
         with self._is_current():
             yield
@@ -58,7 +58,7 @@ class Kept:
         return self._is_current()
 
     def serves(self, device: torch.device) -> bool:
-        """Return whether a table is for this block, not for another thread without a capture."""
+        """Return whether a table requested now belongs to this capture, not to another thread."""
         is_cuda = device.type == "cuda" and not self._rehearses
         return not is_cuda or torch.cuda.is_current_stream_capturing()
 
@@ -117,7 +117,7 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
 
 
 def is_captured_by_others(device: torch.device) -> bool:
-    """Return whether a stream captures a graph without `Kept`, so that caches are forbidden."""
+    """Return whether a stream captures without `Kept`: no tensor may be cached or reused then."""
     is_cuda = device.type == "cuda" and _kept is None
     return is_cuda and torch.cuda.is_current_stream_capturing()
 

@@ -111,7 +111,7 @@ def products_are_separate(*dy: Tensor) -> bool:
 
 
 def _span_squares(x: Tensor, dy: Tensor, spans: Spans, form: str | None) -> Tensor:
-    """Return `grad_norm` of spans: one launch per form, with empty spans for other forms."""
+    """Return `grad_norm` of spans: one launch per form, which gets the other spans as empty."""
     forms = [form or cheaper_norm(end - start, x, dy, fused=True) for start, end in spans]
     total = torch.zeros(len(spans), dtype=torch.float64, device=x.device)
     for each in set(forms):
@@ -138,7 +138,7 @@ def clip_reduce(
     into: Tensor | None = None,
     noise: NoiseStream | None = None,
 ) -> Tensor:
-    """See `reference.clip_reduce`; with noise it synchronizes, unless noise is settled later."""
+    """See `reference.clip_reduce`; waits for the GPU if there is noise without `unsettled`."""
     intos = None if into is None else [into]
     noises = None if noise is None else [noise]
     return clip_reduce_all([grads], factors, grid=grid, into=intos, noise=noises)[0]
@@ -199,7 +199,7 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
                 table.rows, table.owners, parts, table.programs, GRADS=TYPES[own[0].dtype],
                 CHUNK=SQUARES_CHUNK, BLOCK=REDUCE_BLOCK, VECTORS=kinds[numbers[0]][1],
             )  # fmt: skip
-        # Rounding errors: one of the square, one per term in its program, one per program.
+        # A square is rounded once; each addition, of terms or of programs' sums, rounds once more.
         terms = min(sum(sizes), SQUARES_CHUNK + table.programs)
         _sum_squares(parts, terms, into, is_into=not is_new)
         is_new = False
@@ -518,7 +518,7 @@ def _span_sums(
     *,
     sums: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return `_token_sums` of spans, [U, E]: add the chunks of each span, then their sums."""
+    """Return `_token_sums` of spans, [U, E]: sum each chunk, then the chunk sums of each span."""
     parts, of_spans = chunks(spans, TOKEN_CHUNK)
     found = _token_sums(dy, x, mean, rstd, parts, sums)
     if len(parts) == len(spans):
@@ -593,7 +593,7 @@ def _samples(x: Tensor, spans: Spans | None) -> int:
 
 
 def _sample_of_tokens(x: Tensor, spans: Spans | None) -> Tensor:
-    """Return each token's sample, for x [B, T, ...]: [B, 1], or [N] with spans (U: no sample)."""
+    """Return the samples of x's tokens: [B, 1], or with spans [N], where U means no sample."""
     if spans is None:
         return torch.arange(x.shape[0], device=x.device).view(-1, 1)
     return samples_of_tokens(spans, x.shape[1], x.device)

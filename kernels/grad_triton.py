@@ -217,8 +217,8 @@ def _gram_bound_kernel(
 ):  # fmt: skip
     """Write a bound of a sample's ``||H_i||^2`` from Gram products, see `grad_launch.grad_norm`.
 
-    parts: sums of the pairs of tiles; of_samples: the pairs of each span; apart: output, 1 if the
-    bound is not used, since tokens nearly cancel or may overflow, else 0.
+    parts: the sum of each pair of tiles. of_samples: the pairs of each span. apart: output, 1 if
+    tokens nearly cancel or may overflow, so that the bound is not used, else 0.
     """
     b = tl.program_id(0).to(tl.int64)
     row, first, count = _place(of_samples_ptr, b, num_pairs)
@@ -325,7 +325,7 @@ def _clipped_grad_kernel(
 
 @triton.jit
 def _plus_clipped(total, grad, factor, reciprocal, EXACT: tl.constexpr):
-    """Return ``total + factor grad`` in fp32; if EXACT, in fp64 grid steps, product truncated."""
+    """Return ``total + factor grad``, fp32; if EXACT, fp64 grid steps with truncated product."""
     if EXACT:
         # Both products are exact: 24 bits times 24 bits, then times a power of two.
         steps = grad.to(tl.float64) * factor.to(tl.float64) * reciprocal
@@ -476,7 +476,7 @@ def _embedding_grad_norm_kernel(
     The magnitude of each element of the sum is raised by the rounding errors of adding its n terms
     in fp64, here and in the clipped sum; each is below (n - 1) 2^-53 of the sum of magnitudes.
 
-    order: a sample's tokens sorted by row; ends: for each position in order, the end of its row.
+    order: a sample's tokens, sorted by row. ends: for each entry of order, where its row ends.
     """
     pid = tl.program_id(0)
     block = pid % num_blocks

@@ -1,7 +1,7 @@
 // Squared norms of per-sample gradients, sums of clipped gradients on a grid, and noise on this
 // grid, on the CPU. grads_cpu.py and noise_cpu.py call it and describe the tensors.
 //
-// A call takes all parameters of a clipping gate, as one Part for each.
+// A call takes all parameters of a clipping gate, each as one Part.
 
 #include <cmath>
 #include <limits>
@@ -105,7 +105,7 @@ void squared_norms(const Part& part, int64_t batch, double* squares) {
   }
 }
 
-// min(1, bound / norm), rounded down; 0 if the norm is not finite or the factor is subnormal.
+// Returns min(1, bound / norm), rounded down; 0 if the norm is not finite or the factor subnormal.
 void clip_factors(const double* squares, double bound, double above, double below, int64_t batch,
                   float* factors) {
   for (int64_t i = 0; i < batch; ++i) {
@@ -183,8 +183,8 @@ struct Samples {
 
 }  // namespace
 
-// An undecided element, whose first word does not determine its noise; steps: its sum before noise,
-// in grid steps.
+// An element whose first word does not determine its noise. `steps` is the element's sum before
+// noise, in grid steps.
 struct Open {
   int64_t part, index, word;
   double steps;

@@ -45,7 +45,7 @@ def truncated(values: Tensor, grid: float) -> Tensor:
 
 
 def exact_slots(grid: float, bound: float) -> int:
-    """Return how many samples of norm <= bound fp64 adds exactly, with room for noise."""
+    """Return the number of samples of norm <= bound that fp64 sums exactly, noise included."""
     return int(2.0**52 // math.ceil(bound / grid))
 
 

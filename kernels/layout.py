@@ -45,7 +45,7 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 def in_dtypes(tensors: Iterable[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Convert each tensor that has another dtype, with one launch on a GPU for all of them."""
+    """Convert tensors to dtypes, pair by pair; on a GPU one launch converts all that differ."""
     pairs = list(zip(tensors, dtypes, strict=True))
     if sum(x.dtype != dtype for x, dtype in pairs) < 2:
         return [x.to(dtype) for x, dtype in pairs]

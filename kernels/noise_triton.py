@@ -229,7 +229,7 @@ def settled(words, there, table_ptr, scale, r2, r1, r0):
     r2, r1, r0: see `sides`. Returns int64, and which words need no further word.
 
     The fp64 quantile only chooses the eight borders to compare with, so the result is exact
-    however fp64 rounds. The quantile is off by less than 3, so eight borders are enough.
+    however fp64 rounds. The quantile is off by less than 3 borders, so eight are enough.
     """
     there = there & ((words & _MAGNITUDE) > 0)
     magnitudes = tl.where(there, words & _MAGNITUDE, 1)
@@ -410,10 +410,10 @@ class OpenList(NamedTuple):
     Attributes:
         outs: the results; a listed element is NaN until `settle` writes it.
         streams: the noise of each result, of one release.
-        entries: [2 + 5 capacity], int64, on the results' device: the number of elements, the
-            number that `settle` has left to the CPU, and five columns, in any order of elements:
-            the index of the result, the element's index in it, its word, the bits of its sum
-            before noise (fp64, in units of the grid), and whether it is left to the CPU.
+        entries: [2 + 5 capacity], int64, on the results' device: the number of listed elements,
+            the number that `settle` has left to the CPU, and five columns with an entry for each
+            element: the index of the result, the index in the result, the word, the bits of the
+            sum before noise (fp64, in units of the grid), and whether it is left to the CPU.
         spare: zeros after the entries, for the next lists of the release.
     """
 
@@ -553,7 +553,7 @@ def add_noise_(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> None:
 
 
 def kind_of(stream: NoiseStream | None, *tensors: Tensor) -> tuple[object, ...]:
-    """Return a key; tensors, each with its noise, may share a launch if their keys are equal."""
+    """Return a key of tensors and their noise. Tensors with equal keys may share a launch."""
     of_noise = stream and (stream.offset % 8 == 0, stream.release, id(stream.unsettled))
     return (*(x.dtype for x in tensors), has_vectors(*tensors), of_noise)
 

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 _FUSED_CALL_ELEMENTS = 1 << 15
 # Elements of per-sample gradients that are widened to fp64 at a time.
 _CHUNK = 1 << 18
-# Bounds the relative error in fp64 of a sum of <= 2^12 squared norms, a root, quotient, product.
+# Bounds the relative error, in fp64, of a sum of <= 2^12 squares, its root, a quotient, a product.
 FP64_SLACK = 2.0**-40
 # A computed root times this factor is below the exact root, also after a few rounded products.
 ROOT_SLACK = 1.0 - 2.0**-50
 # A product over the tokens of all samples rounds by about 2^-24 of the sum of their magnitudes. If
-# the terms of a sample's tokens cancel by more than this factor, its product is done separately.
+# a sample's terms cancel by more than this factor, the sample's product is computed separately.
 HARMLESS_CANCELLATION = 256.0
 # A sum of terms whose magnitudes add up to less than this does not overflow in fp32.
 LARGEST_TERMS = 2.0**126
-# log2 of an fp32 product's relative rounding: on a CPU; on a GPU (True), as three TF32 products.
+# log2 of the relative rounding of fp32 products: on a GPU (True) each is three TF32 products.
 PRODUCT_BITS = {False: -24, True: -20}
 # gamma of automatic clipping, as in the paper.
 STABILITY = 0.01
@@ -276,9 +276,9 @@ def products_are_separate(*dy: Tensor) -> bool:
 
 
 def norm_costs(tokens: int, inputs: int, outputs: int, *, fused: bool) -> dict[str, int]:
-    """Return the FLOPs per token of each form of `grad_norm`.
+    """Return the FLOPs per token of each form of `grad_norm`; an fp64 operation counts twice.
 
-    Triton computes half of the symmetric Gram matrix, PyTorch all of it, in fp64, counted twice.
+    Triton computes half of the symmetric Gram matrix. PyTorch computes all of it, in fp64.
     """
     gram = tokens * (inputs + outputs)
     return {"tile": 2 * inputs * outputs, "gram": gram if fused else 4 * gram}

@@ -110,7 +110,7 @@ def _is_fused(tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> bool:
 
 
 def _has_rows(x: Tensor) -> bool:
-    """Return whether a token's coordinates are adjacent in memory, without a lazy negation."""
+    """Return whether a token's coordinates are adjacent in memory and not negated lazily."""
     return x.ndim == 4 and x.stride(3) == 1 and not x.is_neg()
 
 

@@ -2,9 +2,9 @@
 
 Z = round(scale * N) for a standard normal N. A 64-bit word gives a sign and bounds of N's tail
 probability that differ by 2^-64, so N lies in an interval. In fp64 the interval's ends, widened by
-a proven bound on the arithmetic's error, nearly always round to the same integer. If they do not,
-they are compared with the rounding border in as many bits as needed; if a border lies inside the
-interval, further words decide. Z is exactly a rounded Gaussian; no bit depends on a math library.
+a proven bound on the arithmetic's error, nearly always round to the same integer. If not, the ends
+are compared with the rounding border in as many bits as needed. If the border is in the interval,
+further words decide. Z is exactly a rounded Gaussian; no bit depends on a math library.
 
 Source of the fp64 quantile: Wichura, Algorithm AS 241: The Percentage Points of the Normal
 Distribution (1988), PPND16.
@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Numerators and denominators of AS 241, constant first: near the median, in the tail, far out.
+# (Numerator, denominator) of AS 241, constants first; TAIL is beyond CENTER, and FAR beyond TAIL.
 CENTER = (
     (
         3.3871328727963666080e0,
@@ -102,7 +102,7 @@ TAIL_ORIGIN = 1.6
 RELATIVE_ERROR = 2.0**-47
 
 _MAGNITUDE = (1 << 63) - 1
-# Sums of integers may be rounded in fp64 if they are not below this number.
+# fp64 sums of integers are exact if they are below this number.
 EXACT_INTEGERS = 2.0**53
 
 

@@ -59,7 +59,7 @@ def in_sequence(lengths: tuple[int, ...]) -> Spans:
 
 @functools.lru_cache(maxsize=64)
 def chunks(spans: Spans, most: int) -> tuple[Spans, Spans]:
-    """Cut each span into one or more chunks of <= `most` tokens: (chunks, range for each span)."""
+    """Cut each span into chunks of <= `most` tokens; return (chunks, each span's chunk range)."""
     cut = [
         [(first, min(first + most, end)) for first in range(start, end, most)] or [(start, end)]
         for start, end in spans
@@ -69,7 +69,7 @@ def chunks(spans: Spans, most: int) -> tuple[Spans, Spans]:
 
 @functools.lru_cache(maxsize=16)
 def pairs_of_tiles(spans: Spans, tile: int, device: torch.device) -> tuple[Tensor, Spans]:
-    """Return ([3, pairs], int32: tiles s, t >= s and sample; range of pairs for each span)."""
+    """Return pairs of tiles (s, t >= s, sample), [3, pairs], int32, and each span's pair range."""
     own = [torch.triu_indices(n, n) for n in (-(-(end - start) // tile) for start, end in spans)]
     numbered = [F.pad(pairs, (0, 0, 0, 1), value=sample) for sample, pairs in enumerate(own)]
     table = torch.cat(numbered, 1) if numbered else torch.empty(3, 0)

@@ -71,8 +71,8 @@ class Side:
 
         Returns:
             `[V, M, 8]`, int32: position of the first row, stride and number of the rows, first
-            and end run, index of the tile in its group, 0, 0. Tiles that fill up a variant (in a
-            run-time side, a group) have no rows.
+            and end run, index of the tile in its group, 0, 0. Tiles without rows pad the tables
+            of a variant (in a run-time side, of a group).
         """
         make = self._runtime_tiles if self.runtime else self._make_tiles
         return self._table(block, lambda: make(block))
@@ -252,7 +252,7 @@ class TileGraph:
 
 
 def ranges(first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Concatenate the ranges ``first[i] .. end[i] - 1``; return each entry's i and number."""
+    """Concatenate the ranges ``first[i] .. end[i] - 1``; return the i of each number, numbers."""
     counts = end - first
     owner = torch.arange(len(first)).repeat_interleave(counts)
     return owner, torch.arange(len(owner)) + (end - counts.cumsum(0))[owner]
@@ -311,7 +311,7 @@ def _edges_per_variant(side: Side) -> Tensor:
 
 
 def _pairs(column: int, stride: int, length: int, step: int, count: int, lo: int, hi: int) -> int:
-    """Count pairs of a row ``stride * r`` and a column ``column + step * c`` within a band."""
+    """Count the pairs of a row, from 0, and a column, from `column`, that are within the band."""
     if lo <= -UNBOUNDED and hi >= UNBOUNDED:
         return length * count
     row = stride * torch.arange(length)

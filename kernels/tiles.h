@@ -23,7 +23,7 @@ struct Tokens {
   }
 };
 
-// The fields of _CALL and _ROWS in attention_cpu.py, in their order. "or null" marks optional ones.
+// The fields of _CALL and _ROWS in attention_cpu.py, in order. "or null" marks optional fields.
 struct Problem {
   Tokens q, k, v, o_in, dout, bias;  // bias [B, H, T, S], or null
   const void *sinks, *slopes;      // [B, H], or null

@@ -1,8 +1,8 @@
 """Measures the cost of a private step's comparisons and of its isolation tests (trials).
 
-Two costs are timed within ordinary steps, after the trials of the first batches: that of seeding,
-and that of the comparisons of batches, weights and options. The time of a step with trials is
-divided by that of a step without trials; all logical batches have the same size. Times are CPU
+Two costs are timed within ordinary steps, after the trials of the first batches: the cost of
+seeding, and the cost of comparing batches, weights and options. The time of a step with trials is
+divided by the time of a step without trials. All logical batches have the same size. Times are CPU
 times of the thread.
 
     python benchmarks/scripts/comparison_time.py --json benchmarks/results/DEVICE/comparisons.json

@@ -158,8 +158,8 @@ def compared(name: str, config: Row, guess: Row, peak_mb: float, seconds: float)
 
 
 def rows_here(roofs: list[Ceilings], only: str) -> Iterator[Row]:
-    """Yield rows measured on this CPU. Roofs are medians over all rounds; seconds are medians over
-    the rounds without `pages`, since page faults take time.
+    """Yield rows measured on this CPU: medians of roofs over all rounds, and medians of seconds
+    over the rounds without `pages`, since page faults take time.
     """
     shapes = [shape for shape in SHAPES if shape[0].startswith(only)]
     cases = [(*shape, mode) for shape in shapes for mode in (None, "auto")]

@@ -187,7 +187,7 @@ def same_bits_alone(call: Product, x: Tensor, dy: Tensor) -> bool:
 def eager_and_graph(call: Step) -> dict[str, float]:
     """Return the milliseconds of one of REPEATS calls, launched by the host and by a CUDA graph.
 
-    Data that fits into the last-level cache stays there.
+    Caches are not flushed between calls, so data that fits into the last-level cache stays there.
     """
 
     def calls() -> None:

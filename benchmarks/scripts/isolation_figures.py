@@ -8,7 +8,7 @@
 batch with one unit and without its contribution, over the bound C (the largest value for two
 entries and bounds). `others` is the same distance for the sum of the other units only; a unit with
 a gradient in that direction moves the whole sum by 1 + `others`. Both are null if a trainer
-refuses the run without trials too. `unseen` has rows with `total` or 1 + `others` above 1.001 and
+refuses the run even without trials. `unseen` has rows with `total` or 1 + `others` above 1.001 and
 a run that was not refused. `honest` has the runs of `tests/end_to_end/test_honest_runs.py`, and
 `ranks` has some of these runs on two processes; `--seed N` repeats one run.
 """
@@ -73,7 +73,7 @@ def power(case, a, runs):
 
 
 def honest(seed, world=None):
-    """Return a row with the refusal in the run of a seed, or why the run was not made."""
+    """Return a row for the honest run of a seed: its refusal, if any, or why it was not made."""
     row = {"seed": seed, "architecture": honest_runs.choices(seed)["architecture"]}
     given = (honest_runs.__file__, "train", 2)
     try:

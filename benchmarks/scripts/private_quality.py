@@ -1,7 +1,7 @@
-r"""Held-out bits per byte of a language model trained without and with privacy, in several ways.
+r"""Measures held-out bits per byte of a language model trained without and with privacy.
 
-Ways differ in arithmetic (float32, bfloat16, float8) or in the attention pattern. For each seed
-and way, a model is trained plainly (no noise, no bound) and privately at epsilon 8, from the same
+Runs differ in arithmetic (float32, bfloat16, float8) or in the attention pattern. For each seed
+and setting, a model is trained plainly (no noise, no bound) and privately at epsilon 8, from equal
 weights and logical batches. "bf16" is optimize="balanced", and "fp8" adds fp8=True. Trained models
 are detached and evaluated in float32. Repeat the command for runs that the JSON does not have yet.
 

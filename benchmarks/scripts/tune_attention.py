@@ -2,7 +2,7 @@
 
     python benchmarks/scripts/tune_attention.py --json runs/tune_attention.json
 
-Candidates are the sizes of the table, and the same with one size halved or doubled; run the script
+Candidates are the sizes in the table, and variants with one size halved or doubled. Run the script
 again to try further sizes. A separate process compares each candidate with the definition in
 float64. Correct candidates are timed in turns on dense causal attention and LongNet. The candidate
 with the smallest geometric mean replaces the old sizes if it is more than 1% faster. For a
