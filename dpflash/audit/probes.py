@@ -63,9 +63,7 @@ class Noise:
     # `[T, tables, n]`: the noise of each table in each release, divided by its claimed standard
     # deviation, see `whitened`
     vectors: NDArray[np.float64]
-    alone: NDArray[
-        np.float64
-    ]  # `[T, tables, m]`: the same at m elements to which no canary contributes
+    alone: NDArray[np.float64]  # `[T, tables, m]`: the same at elements without a contribution
     # `[T, tables, n]`: released sums divided by the grid's spacing, which must be whole numbers if
     # sums are exact; None if sums are not claimed to be exact
     multiples: NDArray[np.float64] | None

@@ -36,9 +36,7 @@ _OPTIONS = {
 _MODES = ("instantiate", "book_keeping", "ghost")
 _DEVICE_BYTES = 80 * 10**9  # memory of a GPU if --memory is not given
 _WITHIN = 100  # relative error of the longest sequence that is found: 1 / 100
-_FAR = (
-    16  # second guess / first guess; large, since another part of the step may have the peak there
-)
+_FAR = 16  # second guess / first guess; large, since other parts of a step may peak there
 _MIB = 2**20
 
 

@@ -307,9 +307,7 @@ class PrivateBackward:
     def _seed(self, losses: Tensor) -> Tensor:
         """Return the gradient of the losses, with which the backward begins."""
         seed = torch.ones_like(losses)
-        if (
-            losses.ndim
-        ):  # A loss that is not finite gets weight 0: some groups' gradients may be finite.
+        if losses.ndim:  # A loss that is not finite may have finite gradients in some groups.
             seed = seed.masked_fill(~losses.detach().isfinite(), 0)
         return seed / max(1, losses.numel()) if self.loss_reduction == "mean" else seed
 

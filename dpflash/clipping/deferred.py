@@ -259,7 +259,7 @@ class DeferredGradients:
         return _side_by_side(uses, self.units)
 
     def _of(self, samples: slice, first: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the saved tensors of `samples`, which must be a single sample with units."""
+        """Return the saved tensors of `samples`; with units, of a single sample."""
         if self.units is None:
             return first[samples], dy[samples]
         own = self.units.entries(samples.start, dy.shape[1])

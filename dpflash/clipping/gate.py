@@ -257,7 +257,7 @@ class Gate:
         return self._kept.setdefault(position, self._deferred(position))
 
     def _take_once(self, position: int, use: DeferredGradients) -> None:
-        """For ghost clipping, add the operation's norm or sum; it is the parameter's only one."""
+        """For ghost clipping, add the norm or the sum of the only operation on a parameter."""
         if self.run.mode == "sum":
             factors = self.run.factors
             if self.batch_size != len(factors):

@@ -18,7 +18,8 @@ from torch import Tensor
 _AT_ONCE = 1 << 22  # logits
 _FITS = 1e-3  # allowed error / token's weight; losses other than cross-entropy exceed it
 _SAME = 1e-4  # allowed relative difference of samples' weights
-_REPEATED = 4  # repeats of classes in other samples that suffice to call weights per class
+# After this many repeats of classes in other samples, weights count as weights of classes.
+_REPEATED = 4
 # Relative rounding error of a scalar that is a sum of many terms.
 _SCALAR_ROUNDING = 1e-5
 

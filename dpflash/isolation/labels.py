@@ -1,4 +1,4 @@
-"""ReplacedLabels: which labels trials have replaced. One rare label may weight all losses.
+"""ReplacedLabels: which labels trials have replaced. A rare label may change all losses' weights.
 
 A mean with class weights couples samples only if a batch has several classes. So a microbatch is
 tried if it has a class that no trial has replaced so far, or a class that no trial has kept.

@@ -179,7 +179,7 @@ class SeenBatches:
     def _rows_of_batch(self) -> list[_Rows]:
         """Return `_Rows` of the current batch's tensors, and record rows that all samples share.
 
-        Record no rows if no tensor differs between samples: padding may repeat a single sample.
+        Record no rows if all samples are equal: they may be one sample that padding repeats.
         """
         found = [_Rows(x) for x in self._tensors if _has_rows(x)]
         each = self._row_of_each

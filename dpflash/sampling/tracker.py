@@ -575,7 +575,7 @@ class BatchTracker:
 
     @property
     def _hides_repeats(self) -> bool:
-        """Whether repeated batches stay undetected: fetched ahead by workers, and of one size."""
+        """Whether repeats stay undetected: workers fetch batches ahead, which have one size."""
         return self._fetched_ahead and self._equal_sizes
 
     def released(self) -> None:

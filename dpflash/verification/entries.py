@@ -124,9 +124,7 @@ def _summary(value: Any) -> bytes | None:
     """Return a key that is equal for equal values, or None if the value cannot be pickled."""
     file = io.BytesIO()
     pickler = _Pickler(file)
-    pickler.fast = (
-        True  # Otherwise a second occurrence of an object would be written as a reference.
-    )
+    pickler.fast = True  # else a repeated object would be written as a reference
     try:
         pickler.dump(value)
     except Exception:

@@ -174,8 +174,8 @@ class Unchanged:
                 "get no noise, so data that a forward writes there is released with the weights "
                 "and affects later batches. Keep nothing of a batch in the model. Set weights "
                 "before make_private, or by model.load_state_dict; merge adapters in a copy, "
-                "copy.deepcopy(model). If its contents are public (a count of releases is, a "
-                f"count of forwards is not), pass allow_buffers=[{_listed(changed)}]"
+                "copy.deepcopy(model). If its contents are public (a count of forwards is not: "
+                f"count releases), pass allow_buffers=[{_listed(changed)}]"
             )
         if rewritten := self._rewritten.names(wait=wait):
             return (
