@@ -268,10 +268,9 @@ def band_error(x: Tensor, expected: Tensor, scale: Tensor | None = None) -> floa
     Each |expected| counts as at least a hundredth of the root mean square over the groups. If
     `expected` is 0 but for rounding (dq of a single key), |scale| takes the place of |expected|.
     """
-    size = expected.norm()
-    if scale is not None and size < 1e-12 * scale.norm():
-        size = scale.norm()
-    floor = 1e-2 * size / math.sqrt(BANDS)
+    floor = 1e-2 * expected.norm() / math.sqrt(BANDS)
+    if scale is not None and expected.norm() < 1e-12 * scale.norm():
+        floor = scale.norm()
     worst = 0.0
     for ours, theirs in zip(x.double().chunk(BANDS), expected.chunk(BANDS), strict=True):
         error = ((ours - theirs).norm() / theirs.norm().maximum(floor)).item()
