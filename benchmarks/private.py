@@ -324,7 +324,6 @@ def _opake_step(task: Task, noise_multiplier: float, optimize: Optimize) -> Step
 
 @contextlib.contextmanager
 def _inside_opacus() -> Iterator[None]:
-    """Ignore warnings about Opacus' noise and hooks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

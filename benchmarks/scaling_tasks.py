@@ -348,7 +348,7 @@ def _task(case: TrainingCase, device: torch.device) -> Task:
 
 
 def _small(place: Place, case: TrainingCase) -> TrainingCase:
-    """Return a small case, to compare with one process, with as many samples on each rank."""
+    """Return a small case to compare with one process: two samples for each rank, few tokens."""
     size = place.world_size
     return replace(case, batch=2 * size, tokens=max(_CHECKED_TOKENS, 2 * size))
 

@@ -125,7 +125,6 @@ def _plan(request: Request) -> Iterator[Comparison | Part]:
 
 
 def _beside_first(section: str, variants: Sequence[str], given: Mapping[str, Any]) -> Comparison:
-    """Compare variants at one size; speed-ups are over the first variant."""
     place = f"{section}/T{given['tokens']}/{given['direction']}"
     own = (place, variant_subject, "variant", variants, given, section, variants[0])
     return compared(*own, peers=["SDPA"])

@@ -142,7 +142,7 @@ def _visits_all_rows(graph: TileGraph) -> bool:
 
 
 def _aligned(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Convert to the dtype of the computation, with last stride 1."""
+    """Return x in the dtype of the computation and with last stride 1, as the kernels need it."""
     if x is None:
         return None
     x = x if x.dtype == dtype else x.to(dtype)

@@ -575,7 +575,7 @@ def _rows(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _operands(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert both operands to one dtype, with last stride 1."""
+    """Return x and dy in their common dtype and with last stride 1, as the kernels need them."""
     dtype = torch.promote_types(x.dtype, dy.dtype)
     return _unit_stride(x.to(dtype)), _unit_stride(dy.to(dtype))
 

@@ -401,12 +401,14 @@ def _check_into(into: Tensor | None, grid: float | None, shape: torch.Size) -> N
     if into is None:
         return
     if grid is None:
-        raise ValueError("into is given without a grid: only sums on a grid are added up in place")
+        raise ValueError(
+            "into is given without a grid: only sums on a grid are added up in place; "
+            "pass grid too, or leave into out"
+        )
     _check_wide("into", into, shape)
 
 
 def _check_wide(name: str, into: Tensor, shape: torch.Size) -> None:
-    """Check a tensor that a kernel adds to in place."""
     _check_tensor(name, into)
     if into.dtype != torch.float64 or into.shape != shape or not into.is_contiguous():
         raise ValueError(

@@ -139,7 +139,7 @@ def philox_words(key, blocks, step_low, step_high, parameter_id):
 
 @triton.jit
 def _wide(low, high):
-    """Join words of 32 bits to signed words of 64 bits."""
+    """Join the low and high 32 bits of words to signed words of 64 bits."""
     return ((high.to(tl.uint64) << 32) | low.to(tl.uint64)).to(tl.int64, bitcast=True)
 
 

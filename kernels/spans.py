@@ -25,7 +25,7 @@ def check_spans(spans: Spans, tokens: int) -> None:
         raise ValueError(f"spans: give pairs 0 <= start <= end <= {tokens}")
     own = sorted(span for span in spans if span[0] != span[1])
     if any(end > start for (_, end), (start, _) in itertools.pairwise(own)):
-        raise ValueError("spans: two overlap; give each token to one sample at most")
+        raise ValueError("spans: two spans overlap; give each token to one sample at most")
 
 
 @functools.lru_cache(maxsize=64)

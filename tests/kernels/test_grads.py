@@ -85,7 +85,7 @@ REFUSED = {
         "clip_reduce",
         (X, FACTORS),
         {"into": torch.zeros(4, 5).double()},
-        "into is given without a grid: only sums on a grid are added up in place",
+        "into is given without a grid: only sums on a grid are added up in place; pass grid too",
     ),
     "into-narrow": (
         "clip_reduce",
@@ -161,7 +161,7 @@ REFUSED = {
         "per_sample_grad",
         (X[:1], DY[:1]),
         {"spans": ((0, 2), (3, 4), (1, 3))},
-        "two overlap; give each token to one sample at most",
+        "two spans overlap; give each token to one sample at most",
     ),
     "spans-list": (
         "embedding_grad_norm",
