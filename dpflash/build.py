@@ -148,7 +148,7 @@ def build(
         if _is_trained_on(data_loader.dataset, spending) and not releases:
             warn(
                 "another PrivacyEngine trained on this dataset: each engine's epsilon counts only "
-                "its own releases, but the epsilons add up for people in both data sets. Use one "
+                "its own releases, but the epsilons add up for people in both datasets. Use one "
                 "engine, or pass PrivacyEngine(ledger=...) to all engines, or "
                 "accountant=earlier.accountant",
             )

@@ -175,7 +175,7 @@ class Run:
         self.bounds = np.array([parts[name] for name, _ in model.named_parameters()])
 
     def draws(self, count: int) -> Iterator[NDArray[np.int64]]:
-        """Yield, for `count` logical batches of the sampler, the counts of entries `[entries]`."""
+        """Yield, for each of `count` logical batches, how often it has each entry, `[entries]`."""
         sampler: Any = self.loader.batch_sampler
         for index in range(count):
             drawn = np.array(sampler.draw(index), dtype=np.int64)

@@ -31,7 +31,7 @@ from .state import check_sizes, check_state
 from .subject import LossFunction, Subject, randomness_restored
 
 _DATA = (
-    "the data set and its collate_fn: each row must depend on its own entry alone (no mixup, no "
+    "the dataset and its collate_fn: each row must depend on its own entry alone (no mixup, no "
     "statistics or weights over the batch, no padding to the longest sample that the model does "
     "not mask)"
 )

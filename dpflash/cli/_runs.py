@@ -65,19 +65,19 @@ COUNTS = (
 )
 OF_RUN = COUNTS[:5]
 
-DELTA = "delta of the guarantee, well below 1 / data set size, e.g. 1e-6"
+DELTA = "delta of the guarantee, well below 1 / dataset size, e.g. 1e-6"
 _OPTIONS = {
     "--delta D": DELTA,
     "--sampler SAMPLER": "how batches are sampled: poisson (each sample enters each batch "
     "independently), fixed_size (each batch is a random subset of --batch-size samples), shuffled "
-    "(each epoch divides the shuffled data set into batches; no amplification), "
+    "(each epoch divides the shuffled dataset into batches; no amplification), "
     "truncated_poisson (poisson with at most --max-batch-size samples), cyclic_poisson (poisson "
-    "from one of --bands parts of the data set, in turn, for banded noise) or random_allocation "
+    "from one of --bands parts of the dataset, in turn, for banded noise) or random_allocation "
     "(each sample enters one random batch of each epoch) (default: poisson)",
-    "--sample-rate Q": "probability that a sample is in a batch: expected batch size / data set "
+    "--sample-rate Q": "probability that a sample is in a batch: expected batch size / dataset "
     "size. Instead of it, pass --batch-size and --num-samples",
     "--batch-size B": "number of samples per batch; with Poisson sampling the expected number",
-    "--num-samples M": "number of samples of the data set",
+    "--num-samples M": "number of samples of the dataset",
     "--max-batch-size K": "maximum number of samples per batch, with --sampler truncated_poisson",
     "--examples-per-unit K": "maximum number of samples of one user (or another unit). Epsilon "
     "then protects all samples of a user together, while each sample is sampled and clipped "
@@ -85,12 +85,12 @@ _OPTIONS = {
     "and clipped as a whole, as by dpflash train --unit folder. Only with --sampler poisson "
     "(default: epsilon protects single samples)",
     "--bands N": "with --sampler cyclic_poisson: number of steps over which banded noise is "
-    "correlated, which is also the number of parts of the data set",
+    "correlated, which is also the number of parts of the dataset",
     "--steps N": "number of optimizer steps; with --sampler shuffled or random_allocation pass "
     "--epochs instead",
     "--epochs N": "number of epochs, with --sampler shuffled or random_allocation. An epoch of "
     "shuffled costs as much as one step without sampling, whatever its number of batches",
-    "--neighboring-relation RELATION": "how two neighboring data sets differ: add_remove (one has "
+    "--neighboring-relation RELATION": "how two neighboring datasets differ: add_remove (one has "
     "one sample more), zero_out (one sample is replaced by nothing) or replace_one (one sample is "
     "replaced by another) (default: zero_out for shuffled, replace_one for fixed_size, add_remove "
     "for the other samplers)",

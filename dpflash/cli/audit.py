@@ -27,7 +27,7 @@ _OPTIONS = {
     "subsampling)",
     "--batch-size B": "expected number of samples per batch; with --num-samples, in place of "
     "--sample-rate",
-    "--num-samples M": "number of samples of the data set, with --batch-size. Only the ratio "
+    "--num-samples M": "number of samples of the dataset, with --batch-size. Only the ratio "
     "matters, since the audit trains on its canaries alone",
     "--steps N": f"number of optimizer steps (default: {_STEPS})",
     "--canaries N": f"number of canaries; more give tighter bounds (default: {_CANARIES})",

@@ -27,7 +27,7 @@ from ._tables import (
 
 _ASSUMPTIONS = (
     "By default batches are sampled by Poisson sampling (each sample enters each batch "
-    "independently), and neighboring data sets differ in one added or removed sample. For other "
+    "independently), and neighboring datasets differ in one added or removed sample. For other "
     "runs pass --sampler, --neighboring-relation or --examples-per-unit: a shuffled loader, for "
     "example, has another epsilon."
 )
@@ -254,7 +254,7 @@ def _rows(report: dict[str, Any], accountant: Accountant) -> list[tuple[str, str
                 "sampler": "sampler",
                 "sample_rate": "sample rate",
                 "batch_size": "batch size",
-                "num_samples": "data set size",
+                "num_samples": "dataset size",
                 "max_batch_size": "largest batch",
                 "examples_per_unit": "samples of a unit, at most",
                 "bands": "bands",

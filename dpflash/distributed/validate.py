@@ -1,4 +1,4 @@
-"""Checks that all ranks share model, data set and ledger, and synchronizes their parameters."""
+"""Checks that all ranks share model, dataset and ledger, and synchronizes their parameters."""
 
 import hashlib
 import os
@@ -161,7 +161,7 @@ def require_same_data(digests: list[str], ranks: Ranks) -> None:
             raise ValueError(
                 "data_loader.dataset differs between ranks: expected the same entries in the same "
                 "order on all of them, because the loader divides each logical batch over the "
-                "ranks. Do not split the data set yourself, shuffle it with the same seed on all "
+                "ranks. Do not split the dataset yourself, shuffle it with the same seed on all "
                 "ranks, and sort lists of files (glob, os.listdir) and sets"
             )
 

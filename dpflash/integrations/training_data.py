@@ -1,4 +1,4 @@
-"""Detects whether two data sets share entries, by the memory in which entries are stored."""
+"""Detects whether two datasets share entries, by the memory in which entries are stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Places = NDArray[np.int64]
 
 
 def share_entries(one: Any, two: Any) -> bool:
-    """Whether the two data sets have a common entry.
+    """Whether the two datasets have a common entry.
 
     Entries inside Subset, ConcatDataset, TensorDataset, tensors, arrays, lists of objects and
     tables of the `datasets` library are compared; copies of an entry are not recognized.
@@ -31,7 +31,7 @@ def share_entries(one: Any, two: Any) -> bool:
 
 
 def _stored(dataset: Any) -> Iterator[tuple[int, _Places]]:
-    """Yield (storage, positions of entries in it) for a data set or a dict of data sets."""
+    """Yield (storage, positions of entries in it) for a dataset or a dict of datasets."""
     for part in dataset.values() if isinstance(dataset, dict) else [dataset]:
         if part is not None:
             size = len(part) if hasattr(part, "__len__") else 1

@@ -197,12 +197,12 @@ def _statement(report: Mapping[str, Any], unit: str, weights: str) -> str:
         relation = _RELATIONS[report["neighboring_relation"]].format(unit=unit)
         text = (
             f"{weights} are ({rounded_up(report['epsilon'])}, {delta:g})-differentially private: "
-            f"for two data sets {relation}, no set of weights is more than e^epsilon times as "
+            f"for two datasets {relation}, no set of weights is more than e^epsilon times as "
             "likely under one as under the other, except with a probability of delta."
         )
     if report.get("private_base"):
         text += (
-            " **The base model was trained privately too:** for people in both data sets, its "
+            " **The base model was trained privately too:** for people in both datasets, its "
             "card's epsilon adds to this one (`dpflash export --ledgers` computes the sum)."
         )
     if report["seeded"]:

@@ -31,8 +31,8 @@ def renamed(unit: str, name: str) -> str:
     words(unit_name=name)
     if kind_of(unit) not in _USERS:
         raise ValueError(
-            f"unit_name={name!r}: the privacy unit is {unit!r}, and each was sampled and clipped "
-            "by itself; only users (unit_of, or dpflash train --unit folder) can have a unit_name"
+            f"unit_name={name!r}: the privacy unit is {unit!r}, whose name is fixed; only users "
+            "(unit_of, or dpflash train --unit folder) can have a unit_name"
         )
     return named(kind_of(unit), name)
 

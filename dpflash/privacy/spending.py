@@ -73,7 +73,7 @@ class Spending:
         elif ledger is not None:
             raise ValueError(
                 f"accountant={class_name(self.accountant)} with ledger={where!r}: other code can "
-                "add releases to the history of this accountant that the ledger lacks; pass the "
+                "add releases to this accountant without recording them in the ledger; pass the "
                 "name of one of dpflash's accountants, such as accountant='rdp'"
             )
         if self.is_ours and relation is None:

@@ -22,7 +22,7 @@ _IN_TURNS = (
 
 
 class Turns:
-    """Decides which gradients the first optimizer steps on. The others step on the same.
+    """Decides on which gradients the optimizers of a model step; all use the same gradients.
 
     If one of the optimizers steps a second time, a new step begins. An optimizer that does not
     step before the next microbatch or backward skips the release.

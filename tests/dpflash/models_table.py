@@ -51,10 +51,11 @@ loop over single samples (float64, {date}). {trained} can be trained with all pa
   DeepSeek's routers round to float32; the JSON has each difference.
 - "no (1)": training raises the error with the number 1 in the list below the table.
 - `flat`, `ghost` and `per_layer` are methods of clipping, with transformers' own attention
-  (`"eager"`). The configs turn dropout off, and Wav2Vec2's SpecAugment, which masks a whole batch
-  at once (`apply_spec_augment=False`).
+  (`"eager"`). The configs turn off dropout. They also turn off Wav2Vec2's SpecAugment
+  (`apply_spec_augment=False`), because it masks a whole batch at once.
 - `dpflash` is flat clipping with `attn_implementation="dpflash"` ([how](attention.md)), compared
-  with the loop over eager attention. It needs attention dropout of 0. Mamba has no attention.
+  with a loop over single samples by eager attention. It needs attention dropout of 0. Mamba has
+  no attention.
 - `LoRA` is flat clipping of PEFT's adapters alone (rank 2, `target_modules="all-linear"`).
 - `check` is "yes" if `engine.check` finds no error in the model with all parameters trained.
 
