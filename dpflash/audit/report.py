@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from .checks import Check
 
 AUDIT = "audit.json"
+_ABOVE_CLAIM = (
+    "A bound is above the claim, which does not refute it: each bound of a correct run may exceed "
+    "the claim with a probability of 1 - confidence."
+)
 WHITE_BOX, BLACK_BOX = "white_box", "black_box"
 # False-alarm rate of the verdict on the scores; the checks have rates of their own.
 SCORE_FALSE_ALARMS = 1e-3
@@ -72,9 +76,16 @@ class AuditReport:
         """Upper bound of the rate at which scores or checks refute an honest run."""
         return SCORE_FALSE_ALARMS + sum(check.false_alarm_rate for check in self.checks)
 
+    @property
+    def note(self) -> str:
+        """What a bound above the claim means, if a bound of a passed audit is above it; or ""."""
+        is_above = max(self.epsilon_lower, self.epsilon_lower_gaussian) > self.claimed_epsilon
+        return _ABOVE_CLAIM if self.ok and is_above else ""
+
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values; numbers that are not finite become None."""
         plain = {"ok": self.ok, **asdict(self), "false_alarm_rate": self.false_alarm_rate}
+        plain["note"] = self.note
         found: dict[str, Any] = finite(plain)
         return found
 
@@ -109,6 +120,7 @@ class AuditReport:
             return (
                 "nothing refutes the claim (an honest run is accused at a rate of at most "
                 f"{self.false_alarm_rate:.2g}); it is a test, not a proof"
+                + (f". {self.note}" if self.note else "")
             )
         reasons = [self.assessment.refuted] if self.assessment.refuted else []
         if failed:

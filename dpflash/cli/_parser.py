@@ -56,7 +56,8 @@ def as_typed(message: str, parser: argparse.ArgumentParser) -> str:
             return f"no {option}"
         if value == "False":
             return options.get(f"no_{name}", f"no {option}")
-        return option if value == "True" or not equals else f"{option} "
+        is_alone = value == "True" or not equals or found.string[found.end() :][:1] == " "
+        return option if is_alone else f"{option} "
 
     # Keep Python code (`make_private(steps=)`, `optimizer.steps`), paths and quoted texts.
     option = r"(?<![\w.(/'\"-])([a-z_]+)\b(?!\()(=(?:(True|False|None)\b)?)?"

@@ -99,8 +99,10 @@ def _run(args: argparse.Namespace) -> int:
     report = _audit(args, asked)
     if args.folder is not None:
         from ..audit.report import AUDIT
+        from ..privacy.source import code_digest
 
-        text = as_json({"settings": asdict(asked), **report.as_dict()})
+        about = {"settings": asdict(asked), "code": code_digest(), "ranks": args.ranks}
+        text = as_json({**about, **report.as_dict()})
         (Path(args.folder) / AUDIT).write_text(text + "\n", encoding="utf-8")
     if args.plot is not None:
         save(report.figure(), args.plot)

@@ -11,6 +11,7 @@ from dpflash._validate import large_delta, probability
 from dpflash.accounting import Accountant, create_accountant
 from dpflash.privacy.budget import PrivacyBudget
 from dpflash.privacy.ledger import LedgerLine
+from dpflash.privacy.ledger_proof import verify
 from dpflash.privacy.ledger_runs import cell, label, opened, refusals_of, runs_of, together
 from dpflash.privacy.spending import DEFAULT_ACCOUNTANT, Spending
 
@@ -66,6 +67,8 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_budget(args: argparse.Namespace) -> int:
     ledgers = opened(args.ledgers)
+    for path in args.ledgers:
+        verify(path)  # also its signatures, if there are some
     probability(delta=args.delta)
     budget = None if args.epsilon is None else PrivacyBudget(args.epsilon, args.delta)
     create_accountant(args.accountant)

@@ -126,7 +126,7 @@ def _run_verify(args: argparse.Namespace) -> int:
         "private_refusals": refusals_of(lines),
     }
     print(as_json(report) if args.json else _as_text(report, args.file, key))
-    if head is None and key is None and not args.json:
+    if head is None and not args.json:
         print(f"\n{_UNPROVEN}")
     return 0
 

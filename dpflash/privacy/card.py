@@ -16,7 +16,7 @@ import torch
 from .._json import finite
 from .ledger import Ledger
 from .ledger_runs import epsilon_by_run
-from .source import library_version
+from .source import code_digest, library_version
 from .spending import Spending, rounded_up
 
 TITLE = "## Differential privacy"
@@ -36,10 +36,10 @@ _NOT_COVERED = (
     "Runs on the same data that are not listed above, whose epsilon adds to the one above "
     "(dpflash budget prints the sum), and the choice of this run or checkpoint among several.",
     "Data that the model was evaluated on; it did not train the model.",
-    "People with records in several {unit}s, or in those of other people: the guarantee is for "
-    "one {unit}, and weaker for these people.",
-    "The length of the longest text or sequence, unless all have one length or a length was "
-    "declared (`public_length`, `PadTo`, or `--dataset-size` of dpflash train).",
+    "People whose records are in several {unit}s, or in {unit}s of other people: the guarantee is "
+    "for one {unit}, and weaker for these people.",
+    "The length of the longest text or sequence, which the model's input length may reveal if no "
+    "length was declared (by `public_length`, `PadTo`, or `--dataset-size` of dpflash train).",
 )
 _OF_BASE = (
     "The earlier training data of the base model, except in runs that the table of runs lists."
@@ -76,7 +76,7 @@ def privacy_section(
         f"| audit | {'none' if audit is None else 'see below'} |",
         "",
         *(_by_run_part(by_run, report["delta"]) if by_run else []),
-        *([] if audit is None else _audit_part(audit)),
+        *([] if audit is None else _audit_part(audit, report["versions"].get("code"))),
         "### Not covered by epsilon",
         "",
         *(f"- {text.format(unit=unit)}" for text in _NOT_COVERED),
@@ -172,11 +172,12 @@ def weights_digest(folder: Path) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, torch and dpflash."""
+    """Return the versions of Python, torch and dpflash, and the digest of dpflash's code."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "dpflash": library_version(),
+        "code": code_digest(),
     }
 
 
@@ -222,21 +223,22 @@ def _rows(report: Mapping[str, Any]) -> dict[str, str]:
     if config.get("class_weights"):
         pairs = zip(config["labels"], config["class_weights"], strict=True)
         weights = ", ".join(f"{label}: {weight:g}" for label, weight in pairs).replace("|", "/")
-    of_all = " of all runs together" if (report.get("by_run") or {}).get("total") else ""
+    is_of_all = bool((report.get("by_run") or {}).get("total"))
+    of_all, of_run = (" of all runs together", " of this run") if is_of_all else ("", "")
     found = {
         f"epsilon{of_all}": _shown(report["epsilon"]),
         "delta": f"{report['delta']:g}",
         "neighboring relation": report["neighboring_relation"],
         "privacy unit": report["privacy_unit"],
-        "dataset size": f"{public['dataset_size']}, {size}",
-        "sampler": f"{report['sampler']}, sample rate {report['sample_rate']:.6g}",
-        "steps": f"{report['steps']}{lost}",
+        f"dataset size{of_run}": f"{public['dataset_size']}, {size}",
+        f"sampler{of_run}": f"{report['sampler']}, sample rate {report['sample_rate']:.6g}",
+        f"steps{of_run}": f"{report['steps']}{lost}",
         "accountant": report["accountant"],
         "clipping": f"{report['clipping']}, max_grad_norm {report['max_grad_norm']:g}",
         **({"class weights": f"{weights}, stated as public"} if weights else {}),
-        "noise multiplier": f"{report['noise_multiplier']:.6g}"
+        f"noise multiplier{of_run}": f"{report['noise_multiplier']:.6g}"
         + (f", banded noise of {report['bands']} bands" if report.get("bands", 1) > 1 else ""),
-        "expected batch size": f"{report['expected_batch_size']}",
+        f"expected batch size{of_run}": f"{report['expected_batch_size']}",
         "versions": ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
         "head of the ledger after this run": (report.get("ledger_head") or "not recorded")
         + ("" if report.get("ledger_is_there", True) else " (the ledger was not compared)"),
@@ -279,8 +281,11 @@ def _shown(epsilon: float | None) -> str:
     return "none" if epsilon is None else rounded_up(epsilon)
 
 
-def _audit_part(audit: Mapping[str, Any]) -> list[str]:
-    """Return the lines on the audit, whose numbers do not depend on the training data."""
+def _audit_part(audit: Mapping[str, Any], code: str | None) -> list[str]:
+    """Return the lines on the audit, whose numbers do not depend on the training data.
+
+    `code` is the digest of the code that trained the model; None if it was not recorded.
+    """
     passed = "nothing refuted the claim" if audit["ok"] else "**the claim was refuted**"
     checks = audit["checks"]
     failed = [check["name"] for check in checks if not check["ok"]]
@@ -288,14 +293,17 @@ def _audit_part(audit: Mapping[str, Any]) -> list[str]:
     named = f"{len(checks) - len(failed)} of {len(checks)} named checks passed"
     if failed:
         named += f" (failed: {', '.join(failed)})"
+    if audit.get("ranks") is False:
+        named += " (those on two ranks were left out)"
+    library = "the same library" if audit.get("code") == code else "another version of the library"
     return [
         "### Audit",
         "",
-        "The run's settings were audited with canaries in place of its data, through the same "
-        f"library ({audit['mode'].replace('_', ' ')}, {audit['scores']} scores): {passed}; "
+        f"The run's settings were audited with canaries in place of its data, through {library} "
+        f"({audit['mode'].replace('_', ' ')}, {audit['scores']} scores): {passed}; "
         f"{named}. An audit is a test, not a proof, and its bounds are lower bounds. The audited "
         "claim is the epsilon of this run, or of one step of this run. It does not include other "
-        "runs of the ledger.",
+        f"runs of the ledger. {audit.get('note', '')}".rstrip(),
         "",
         "| | |",
         "|---|---|",

@@ -40,6 +40,11 @@ def source_digest() -> str:
     return f"torch {torch.__version__}, dpflash {found.hexdigest()[:32]}"
 
 
+def code_digest() -> str:
+    """Return the part of `source_digest` that is the hash of dpflash's files."""
+    return source_digest().split()[-1]
+
+
 def library_version() -> str:
     """Return the version of dpflash that is installed."""
     try:

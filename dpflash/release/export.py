@@ -21,6 +21,7 @@ from ..privacy.ledger import Ledger
 from ..privacy.ledger_proof import heads
 from ..privacy.ledger_runs import alone, epsilon_by_run, lines_of, opened
 from ..privacy.spending import Spending
+from ..refusal import PrivateWarning, warn
 from ..train.language_models import write_architecture
 from ..train.pretrained import (
     ADAPTER,
@@ -88,6 +89,12 @@ def export(
     """
     run, out = Path(run), Path(out)
     report = _report(run, ledgers)
+    if report.get("verified") == "pending":
+        warn(
+            "the run had too few steps to finish the isolation tests, so it is not tested that "
+            "each sample's loss depends on this sample alone; train for more steps",
+            PrivateWarning,
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out={str(out)!r}: exists already; choose a new folder")
     is_adapter = (pretrained_folder(run) / ADAPTER).is_file()

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpflash.accounting import get_noise_multiplier
 from dpflash.audit.bounds import assess
-from dpflash.audit.checks import MOST_FALSE_ALARMS, check_charges, check_contributions
+from dpflash.audit.checks import MOST_FALSE_ALARMS, Check, check_charges, check_contributions
 from dpflash.audit.packed import PackedRun
 from dpflash.audit.probes import (
     Prober,
@@ -308,6 +308,9 @@ def private(clipping="flat", **changes):
     return engine, engine.make_private(**(arguments | changes))
 
 
+FAILED = (Check("a check", ok=False, found="", false_alarm_rate=0.0),)
+
+
 def test_engine_audit_tests_the_engines_settings_and_changes_nothing():
     engine, (model, optimizer, _) = private(
         "per_layer",
@@ -321,6 +324,9 @@ def test_engine_audit_tests_the_engines_settings_and_changes_nothing():
     assert report.ok, report
     assert report.steps == 6 and report.canaries == report.scores == 100
     assert "noise multiplier 1.1, Poisson sampling at rate 0.25" in report.claim
+    above = replace(report, epsilon_lower_gaussian=1.01 * report.claimed_epsilon)
+    assert above.ok and "A bound is above the claim, which does not refute it" in str(above)
+    assert report.note == "" and "A bound is above" not in str(replace(above, checks=FAILED))
     assert optimizer.releases == 0 and engine.get_epsilon(DELTA) == 0
     for old, new in zip(before, model.parameters(), strict=True):
         assert torch.equal(old, new)

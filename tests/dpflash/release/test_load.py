@@ -250,6 +250,12 @@ def test_a_card_reports_the_audit_of_the_runs_settings_and_of_no_others(copied, 
     audit = json.loads((run / "audit.json").read_text())
     assert "## Audit" in card and "nothing refuted the claim" in card
     assert f"{len(audit['checks'])} of {len(audit['checks'])} named checks passed" in card
+    assert "(those on two ranks were left out)" in card and "through the same library" in card
+    audit |= {"code": "0" * 32, "note": "A bound is above the claim."}
+    (run / "audit.json").write_text(json.dumps(audit))
+    card = (export(run, tmp_path / "later") / "README.md").read_text()
+    assert "through another version of the library" in card
+    assert "other runs of the ledger. A bound is above the claim.\n" in card
     audit["ok"], audit["checks"][0]["ok"] = False, False
     (run / "audit.json").write_text(json.dumps(audit))
     card = (export(run, tmp_path / "refuted") / "README.md").read_text()
@@ -284,6 +290,10 @@ def test_the_model_of_an_interrupted_run_is_exported_with_its_own_epsilon(data, 
         job.run(should_stop=lambda: job.step == 2)
     card = (export(tmp_path / "run", tmp_path / "out") / "README.md").read_text()
     assert "| steps | 2 |" in card
+    report = tmp_path / "run" / "report.json"
+    report.write_text(json.dumps({**json.loads(report.read_text()), "verified": "pending"}))
+    with pytest.warns(dpflash.PrivateWarning, match="too few steps to finish the isolation"):
+        export(tmp_path / "run", tmp_path / "pending")
 
     resumed = TrainingRun.resume(tmp_path / "run")
 
