@@ -193,7 +193,7 @@ class Accountant(ABC):
                 f"{name} lacks releases that this accountant of a PrivacyEngine has counted. "
                 "Without them epsilon would be too small, even if the model is reset to earlier "
                 "weights. To get epsilon of an earlier state, load it into a new accountant; to "
-                "resume a run, load its checkpoint in a new engine, before its first release"
+                "resume a run, load the run's checkpoint in a new engine, before any release"
             )
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
