@@ -54,7 +54,7 @@ class TiledUse(Protocol):
         """Yield (samples, rows) of at least one tile; tiles fit into memory and do not overlap."""
 
     def grad(self, samples: slice, rows: slice) -> Tensor:
-        """Return G_i of a tile, [samples, rows, ...], fp32 or wider, with the same bits always."""
+        """Return G_i of a tile, [samples, rows, ...], fp32 or wider, bitwise reproducible."""
 
 
 class Use(NamedTuple):
@@ -181,7 +181,7 @@ class DeferredGradients:
         return total
 
     def squares(self) -> Tensor:
-        """Return ||G_i||^2, [B], which includes the products' rounding only if `is_separate`."""
+        """Return ||G_i||^2, [B]. The products' rounding is included only if `is_separate`."""
         if self.tiled:
             use = self.tiled[0]
             squares: Tensor | None = None
@@ -200,8 +200,8 @@ class DeferredGradients:
             if total is None or linear is None:
                 return of_use
             inner = _inner(embedding, linear)
-            # The inner product is that of the exact gradients, but norms or the sum use rounded
-            # gradients. So bound it by the product of both norms (Cauchy-Schwarz).
+            # The inner product is computed from exact gradients, but norms or the sum from rounded
+            # gradients. So bound the inner product by the product of both norms (Cauchy-Schwarz).
             head = DeferredGradients(self.rows, linear=self.linear, units=self.units)
             error = head.rounding() * head.sizes()
             inner = inner + ((of_use if self.is_separate else total).sqrt() + error) * error
@@ -266,7 +266,7 @@ class DeferredGradients:
         return first[:, own], dy[:, own]
 
     def _tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield (samples, rows, G over all applications) of tiles, with the same bits always."""
+        """Yield (samples, rows, G over all applications) of tiles; G is bitwise reproducible."""
         covering = next((use for use in self.tiled if not use.is_sparse), None)
         assert covering is not None or not (self.linear or self.embedding)
         uses = self.tiled if covering is None else [covering]

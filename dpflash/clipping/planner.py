@@ -378,9 +378,9 @@ class Planner:
     """Plans the modes of the matrix parameters of one model.
 
     Each parameter uses the faster of instantiate and book_keeping. If the parameters together keep
-    more bytes than the budget, parameters change to the mode that keeps less, those that save most
-    first, until the budget suffices. If it never suffices, all parameters use ghost, if ghost is
-    allowed.
+    more bytes than the budget, parameters change to the mode that keeps fewer bytes, beginning
+    with those that save most, until the budget suffices. If the budget never suffices and ghost is
+    allowed, all parameters use ghost.
 
     Guarantees:
         The modes do not depend on the number of samples in a forward. Near the end of the

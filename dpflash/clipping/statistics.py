@@ -77,7 +77,7 @@ class ClipStatistics:
 
     @property
     def clipped_samples(self) -> int:
-        """How often a sample that was not removed was clipped, counted in each group."""
+        """Number of clipped samples that were not removed, summed over the clipping groups."""
         return self._count()[1]
 
     @property

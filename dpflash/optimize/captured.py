@@ -14,8 +14,8 @@ so a replay cannot repeat them.
 
 Calls that cannot be captured run layer by layer, and `engine.optimization` reports the reason.
 These are calls on batches of an isolation test, and calls with random masks, with hooks, or
-without instantiated per-sample gradients. The model must keep no results, and read and write no
-tensors but its arguments, parameters and buffers: a replay would use another batch's.
+without instantiated per-sample gradients. The model must keep no results, and must read and write
+only its arguments, parameters and buffers, since a replay would use another batch's tensors.
 """
 
 from __future__ import annotations

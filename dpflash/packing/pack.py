@@ -158,7 +158,7 @@ class PackTo:
     Args:
         tokens: number of tokens of a microbatch, over all of its rows. A longer document is
             truncated to its first `tokens` tokens.
-        max_documents: U, the number of a microbatch's losses, and the most documents it can hold.
+        max_documents: U, the number of losses of a microbatch, which holds at most U documents.
         rows: R, which must divide tokens. A document longer than a row is divided into windows of
             one row each, which do not attend to each other but are still one sample.
         align: documents begin at multiples of `align` tokens in a row; it must divide

@@ -62,7 +62,7 @@ _FREE = 1e-16
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """The sampling scheme of a run. Public, except num_samples if a public size is declared.
+    """The public sampling scheme of a run. If a public size is declared, num_samples is private.
 
     Attributes:
         sampling: one of `SAMPLINGS`.
@@ -180,7 +180,7 @@ class SamplingPlan:
 
     @property
     def cut(self) -> int | None:
-        """The size to which logical batches are truncated; None if none can be larger."""
+        """The size to which logical batches are truncated; None if they are never larger."""
         return None if (self.max_batch_size or 0) >= self._most else self.max_batch_size
 
     @property

@@ -206,8 +206,8 @@ class PoissonBatchSampler(DrawSampler):
         else:
             included = (words < int(self.sample_rate * 2**64)).nonzero()[0]
         if cap is not None and len(included) > cap:
-            # Words below the threshold are uniform: samples with the smallest are a uniform
-            # subset.
+            # Words below the threshold are uniform, so the samples with the smallest words are a
+            # uniform subset.
             included = included[_least(words[included], cap)]
         return [int(i) for i in included]
 

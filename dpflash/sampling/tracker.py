@@ -575,7 +575,7 @@ class BatchTracker:
 
     @property
     def _hides_repeats(self) -> bool:
-        """Whether repeats stay undetected: workers fetch batches ahead, which have one size."""
+        """Whether repeats are not detected: workers fetch ahead batches, all of one size."""
         return self._fetched_ahead and self._equal_sizes
 
     def released(self) -> None:

@@ -2,7 +2,7 @@
 
 Values that a forward writes into buffers, parameters or other entries would be released without
 noise, and would affect later batches. Version counters are compared in every forward and backward.
-Writes to `.data` advance no counter, so contents are compared once in `EVERY` of these.
+Writes to `.data` advance no counter, so one of `EVERY` forwards and backwards compares contents.
 """
 
 from __future__ import annotations
