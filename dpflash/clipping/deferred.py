@@ -135,7 +135,7 @@ class DeferredGradients:
         return total
 
     def bound_with(self, other: Tensor) -> Tensor:
-        """Bound ||G_i + other_i||^2 from above, where the clipped sum of `other` is separate."""
+        """Return an upper bound of ||G_i + other_i||^2 if `other` has a clipped sum of its own."""
         dense, others = self.dense(), squared_norm(other).sqrt()
         sizes = others + (squared_norm(dense).sqrt() if self.tiled else self.sizes())
         rounding = _SUM_OF_TWO if self.tiled else self.rounding() + _SUM_OF_TWO
@@ -222,8 +222,8 @@ class DeferredGradients:
     def rounding(self) -> float | Tensor:
         """Bound the rounding error of a product over tokens, as a fraction of its `sizes`."""
         uses = [*self.linear, *self.embedding]
-        # Add two for the Gram form in fp64. Its rounding is (I + O + T^2) 2^-46 of the sizes, and
-        # norms are at least 1/256 of the sizes.
+        # Count two more tokens for the Gram form in fp64, whose rounding is (I + O + T^2) 2^-46 of
+        # the sizes; norms are at least 1/256 of the sizes.
         wide = all(dy.dtype == torch.float64 for _, dy in uses)
         of_token = 2.0 ** (-53 if wide else PRODUCT_BITS[uses[0][1].is_cuda])
         if self.units is None:

@@ -50,8 +50,8 @@ from .levels import Optimization
 
 _log = logging.getLogger(__name__)
 
-# Limits: kinds of batches that are captured, kinds whose calls are counted, calls of a kind before
-# it is captured, changes of the addresses of the model's tensors.
+# Limits: kinds of batches that are captured; kinds whose calls are counted; calls of a kind before
+# the kind is captured; changes of the addresses of the model's tensors.
 _MOST_KINDS, _MOST_SEEN, _EAGER_CALLS, _MOST_MOVES = 4, 64, 3, 3
 # Allowed relative difference between a replay and eager layers: kernels may reorder sums.
 _ROUNDING = 2.0**-7

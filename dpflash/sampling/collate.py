@@ -438,7 +438,7 @@ def _is_column(batch: Any, two: Any, size: int) -> bool:
 
 
 def _shared(batch: Any, two: Any, size: int, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of each field without rows that has one shape in `batch` and `two`."""
+    """Yield (name, value) of each field without rows that has the same shape in both batches."""
     if isinstance(batch, _LEAVES):
         if getattr(batch, "shape", ()) == getattr(two, "shape", ()):
             yield place, batch

@@ -547,8 +547,8 @@ class _Form:
     Args:
         index: index of the model entry in the dataset.
         entry: the model entry.
-        two, three: batches of the model entry repeated twice and three times; the dimensions in
-            which they differ are the rows.
+        two, three: batches of two and of three copies of the model entry; the dimensions in which
+            the batches differ are the rows.
     """
 
     def __init__(self, index: int, entry: Any, two: Any, three: Any) -> None:
@@ -630,7 +630,7 @@ def _stable(batch: Any, again: Any) -> set[str]:
 
 
 def _with_places_of(batch: Any, shorter: Any, stable: Collection[str]) -> Any | None:
-    """Return `shorter`, with the fields that are not `stable` (a counter, a time) from `batch`.
+    """Return `shorter`, but with `batch`'s values of fields that are not `stable` (a time).
 
     Return None if such a field has different shapes in the two batches.
     """

@@ -242,9 +242,9 @@ class SamplingPlan:
     def event(self, noise_multiplier: float) -> Event:
         """Return the cost of releasing one logical batch with this noise.
 
-        With shuffled epochs or random allocation, the event is the cost of a whole epoch, and the
-        noise multiplier is the smallest one of its steps. With cyclic Poisson sampling, the event
-        is the cost of one batch from each part.
+        With shuffled epochs or random allocation, the event is the cost of a whole epoch, and
+        `noise_multiplier` is the smallest of the epoch's steps. With cyclic Poisson sampling, the
+        event is the cost of one batch from each part.
         """
         if self.sampling == "shuffled":
             return ShuffledGaussian(noise_multiplier=noise_multiplier)
