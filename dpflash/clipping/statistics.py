@@ -82,6 +82,6 @@ class ClipStatistics:
 
     @property
     def squared_norms(self) -> Tensor | None:
-        """Squared norms `[n]` of the group that was clipped last; None without a backward."""
+        """Squared norms `[n]` of the group that was clipped last; None before a backward."""
         squares, real = self._squares
         return squares if squares is None or real is None else squares[real]

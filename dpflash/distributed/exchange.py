@@ -86,7 +86,7 @@ class PendingExchange:
     sent: Sequence[Tensor] | None
 
     def wait(self) -> Sequence[Tensor] | None:
-        """Wait for the send and the receive; return the received tensors; None without buffers."""
+        """Wait for the send and the receive; return what was received, or None without buffers."""
         with collectives.exchanging(self.operation, self.group):
             for work in self.works:
                 work.wait()

@@ -50,7 +50,7 @@ _ELSEWHERE = (
 
 @dataclass
 class _Progress:
-    """Progress of one half of the proof: operations in the backward, or layers in the forward.
+    """Progress of one half of the proof: the operations of backwards, or the layers of forwards.
 
     Attributes:
         known: names seen so far.

@@ -201,7 +201,7 @@ class PackTo:
     def read(self, document: Any, at_most: int | None = None) -> Parts:
         """Return (tokens, labels) of each part of a document; [] if it is not a document.
 
-        The parts are truncated to `at_most` tokens together, by default `tokens`.
+        All parts together are truncated to `at_most` tokens, by default to `tokens`.
         """
         parts, left = [], self.tokens if at_most is None else at_most
         for tokens, labels in _parts_of(document):

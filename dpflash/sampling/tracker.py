@@ -92,7 +92,7 @@ class BatchMark:
 
     @property
     def of_rows(self) -> BatchMark:
-        """The mark for rows in place of units; `real` is True for rows that belong to a unit."""
+        """The same mark with rows, not units; `real` is True for rows that belong to a unit."""
         units = self.units
         if units is None:
             return self
