@@ -73,7 +73,7 @@ def check_coupling(subject: Subject, findings: Findings, *, has_boundary: bool) 
     Args:
         subject: the model and its loss.
         findings: receives the result.
-        has_boundary: whether the model has private boundaries, which clip after a mean divides.
+        has_boundary: whether the model has private boundaries, which clip after a mean divided.
     """
     reduction = subject.loss_reduction
     is_alone = not subject.is_random and all(p.kind != "batch_size" for p in findings.problems)

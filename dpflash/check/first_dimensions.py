@@ -1,7 +1,7 @@
 """Checks the inputs of the layers of a private copy, for several batch sizes B.
 
-The copy has the layers of private training. So it treats as training does: layers below a module
-that runs sample by sample, flattened tokens, and shared positions.
+The copy has the layers of private training, so it treats three cases as training does: layers
+below a module that runs sample by sample, flattened tokens, and shared positions.
 """
 
 from __future__ import annotations

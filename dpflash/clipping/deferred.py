@@ -54,7 +54,7 @@ class TiledUse(Protocol):
         """Yield (samples, rows) of at least one tile; tiles fit into memory and do not overlap."""
 
     def grad(self, samples: slice, rows: slice) -> Tensor:
-        """Return G_i of a tile, [samples, rows, ...], fp32 or wider, with the same bits always."""
+        """Return G_i of a tile, [samples, rows, ...], fp32 or wider, bitwise reproducible."""
 
 
 class Use(NamedTuple):
@@ -135,7 +135,7 @@ class DeferredGradients:
         return total
 
     def bound_with(self, other: Tensor) -> Tensor:
-        """Bound ||G_i + other_i||^2 from above, where the clipped sum of `other` is separate."""
+        """Return an upper bound of ||G_i + other_i||^2 if `other` has a clipped sum of its own."""
         dense, others = self.dense(), squared_norm(other).sqrt()
         sizes = others + (squared_norm(dense).sqrt() if self.tiled else self.sizes())
         rounding = _SUM_OF_TWO if self.tiled else self.rounding() + _SUM_OF_TWO
@@ -181,7 +181,7 @@ class DeferredGradients:
         return total
 
     def squares(self) -> Tensor:
-        """Return ||G_i||^2, [B], which includes the products' rounding only if `is_separate`."""
+        """Return ||G_i||^2, [B]. The products' rounding is included only if `is_separate`."""
         if self.tiled:
             use = self.tiled[0]
             squares: Tensor | None = None
@@ -200,8 +200,8 @@ class DeferredGradients:
             if total is None or linear is None:
                 return of_use
             inner = _inner(embedding, linear)
-            # The inner product is that of the exact gradients, but norms or the sum use rounded
-            # gradients. So bound it by the product of both norms (Cauchy-Schwarz).
+            # The inner product is computed from exact gradients, but norms or the sum from rounded
+            # gradients. So bound the inner product by the product of both norms (Cauchy-Schwarz).
             head = DeferredGradients(self.rows, linear=self.linear, units=self.units)
             error = head.rounding() * head.sizes()
             inner = inner + ((of_use if self.is_separate else total).sqrt() + error) * error
@@ -222,8 +222,8 @@ class DeferredGradients:
     def rounding(self) -> float | Tensor:
         """Bound the rounding error of a product over tokens, as a fraction of its `sizes`."""
         uses = [*self.linear, *self.embedding]
-        # Add two for the Gram form in fp64. Its rounding is (I + O + T^2) 2^-46 of the sizes, and
-        # norms are at least 1/256 of the sizes.
+        # Count two more tokens for the Gram form in fp64, whose rounding is (I + O + T^2) 2^-46 of
+        # the sizes; norms are at least 1/256 of the sizes.
         wide = all(dy.dtype == torch.float64 for _, dy in uses)
         of_token = 2.0 ** (-53 if wide else PRODUCT_BITS[uses[0][1].is_cuda])
         if self.units is None:
@@ -266,7 +266,7 @@ class DeferredGradients:
         return first[:, own], dy[:, own]
 
     def _tiles(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield (samples, rows, G over all applications) of tiles, with the same bits always."""
+        """Yield (samples, rows, G over all applications) of tiles; G is bitwise reproducible."""
         covering = next((use for use in self.tiled if not use.is_sparse), None)
         assert covering is not None or not (self.linear or self.embedding)
         uses = self.tiled if covering is None else [covering]

@@ -65,7 +65,7 @@ _DATA_SHEETS = (
     ("A100 80GB PCIe", (9.7e12, 1.95e13, 1.56e14, 3.12e14), 1.935e12),
     ("A100", (9.7e12, 1.95e13, 1.56e14, 3.12e14), 1.555e12),
 )
-# An H100's measured speed / that on its data sheet (benchmarks/results/h100/gpu-time.json):
+# Ratio of an H100's measured speed to the data sheet's (benchmarks/results/h100/gpu-time.json):
 # "ceilings" (product of 8192 x 8192, copy), "attention" (causal, T = 16,384, D = 128).
 _REACHED = {"flops": 7.886e14 / 9.894e14, "bandwidth": 2.972e12 / 3.35e12}
 _ATTENTION = 3.154e14 / 9.894e14

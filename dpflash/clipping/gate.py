@@ -203,7 +203,7 @@ class Gate:
         return None
 
     def take_tiled(self, position: int, use: TiledUse) -> bool:
-        """Take an operation that recomputes its gradient; return False if the handle needs it."""
+        """Take an operation that recomputes G_i; return False if the handle needs the gradient."""
         if self._only_seen(position, *(use.rows if self.run.watches else ())):
             return True
         mode = self.run.mode
@@ -233,7 +233,7 @@ class Gate:
             self._task = task
 
     def _only_seen(self, position: int, *rows: Tensor) -> bool:
-        """Show an operation's rows to the watches; return whether the gate itself skips them."""
+        """Show an operation's rows to the watches; return whether the gate skips the operation."""
         self._enter()
         for watch in self.run.watches:
             watch.use(self, position, rows)

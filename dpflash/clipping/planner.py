@@ -6,9 +6,9 @@ ghost          takes norms in one backward, then runs the backward of sum_i c_i 
 
 Each mode runs a list of kernels. On a device with given peak speeds, a kernel is assumed to take
 max(FLOPs / peak FLOP/s, bytes / bandwidth) (a roofline), plus the time of its launch; a mode takes
-the sum over its kernels. The choice depends on these times alone: on shapes, the device and public
-sizes, never on the number of sampled samples. Each mode bounds every sample. Results differ by
-rounding. Near fp32's maximum, a gradient may overflow (and be removed) in one mode only.
+the sum over its kernels. The choice depends on these times alone, and so on shapes, the device and
+public sizes, never on the number of sampled samples. Each mode bounds every sample. Results differ
+by rounding. Near fp32's maximum, a gradient may overflow (and be removed) in one mode only.
 
 Letters: B samples, T tokens, I inputs, O outputs of a linear layer; V rows and E width of a table;
 G_i per-sample gradient and c_i clipping factor of sample i.
@@ -378,9 +378,9 @@ class Planner:
     """Plans the modes of the matrix parameters of one model.
 
     Each parameter uses the faster of instantiate and book_keeping. If the parameters together keep
-    more bytes than the budget, parameters change to the mode that keeps less, those that save most
-    first, until the budget suffices. If it never suffices, all parameters use ghost, if ghost is
-    allowed.
+    more bytes than the budget, parameters change to the mode that keeps fewer bytes, beginning
+    with those that save most, until the budget suffices. If the budget never suffices and ghost is
+    allowed, all parameters use ghost.
 
     Guarantees:
         The modes do not depend on the number of samples in a forward. Near the end of the

@@ -44,7 +44,7 @@ _DEEPEST = 64
 def batch_sizes_of_rows(x: Tensor) -> frozenset[int]:
     """Return the first dimensions of earlier tensors from which x `[N, ...]` was reshaped.
 
-    If B is among them and divides N, rows r N / B to (r + 1) N / B - 1 belong to sample r.
+    If B is among them and divides N, rows r * N / B to (r + 1) * N / B - 1 belong to sample r.
     """
     if x.grad_fn is not None:
         return _sizes(x.grad_fn, _DEEPEST, {})

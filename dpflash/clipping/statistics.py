@@ -77,11 +77,11 @@ class ClipStatistics:
 
     @property
     def clipped_samples(self) -> int:
-        """How often a sample that was not removed was clipped, counted in each group."""
+        """Number of clipped samples that were not removed, summed over the clipping groups."""
         return self._count()[1]
 
     @property
     def squared_norms(self) -> Tensor | None:
-        """Squared norms `[n]` of the group that was clipped last; None without a backward."""
+        """Squared norms `[n]` of the group that was clipped last; None before a backward."""
         squares, real = self._squares
         return squares if squares is None or real is None else squares[real]

@@ -116,7 +116,7 @@ def agree_on_lengths(
         group: the ranks.
         error: why this rank cannot continue, or None.
         once: whether to skip the exchange if the same call was checked before. Only for calls that
-            send no tensors: if a rank makes another call, the next exchange fails.
+            send no tensors: if a rank makes a different call, only the next exchange fails.
     """
     text = "\n".join(f"{name}={value!r}" for name, value in values.items())
     own = [int(error is not None), digest(text), length]

@@ -142,7 +142,7 @@ def ring_attention(
         Partial results are merged, and gradients are summed over ranks, in float32 (float64 for
         float64 inputs) in a fixed order. They are rounded to the inputs' dtype once, except that
         "ulysses" rounds gradients of repeated heads before their sum. Repeated runs of "ring" give
-        the same bits; those of the other modes do if the backend's collectives do.
+        the same bits; repeated runs of other modes do if the backend's collectives do.
     """
     group = resolve_group(group)
     deferred = DeferredError()

@@ -50,9 +50,9 @@ def count_traffic() -> Iterator[TrafficCount]:
 
     With P ranks, these bytes are counted:
 
-    - of a pairwise send its bytes, and of an all-to-all the bytes that leave the rank
-    - of an all-gather or a reduce-scatter P - 1 times one shard
-    - of an all-reduce ``2 (P - 1) / P`` times its tensor
+    - for a pairwise send, its bytes; for an all-to-all, the bytes that leave the rank
+    - for an all-gather or a reduce-scatter, P - 1 times the bytes of one shard
+    - for an all-reduce, ``2 (P - 1) / P`` times the bytes of its tensor
 
     The few integers by which ranks compare arguments before a call are not counted.
     """
@@ -86,7 +86,7 @@ class PendingExchange:
     sent: Sequence[Tensor] | None
 
     def wait(self) -> Sequence[Tensor] | None:
-        """Wait for the send and the receive; return the received tensors; None without buffers."""
+        """Wait for the send and the receive; return what was received, or None without buffers."""
         with collectives.exchanging(self.operation, self.group):
             for work in self.works:
                 work.wait()

@@ -215,7 +215,7 @@ def _require_embedded(module: Any, length: int) -> None:
 
 
 def _documents(positions: Tensor, rows: int) -> Documents | None:
-    """Return the documents in rows of positions `[B, T]` or `[1, T]`; None if no row restarts."""
+    """Return the documents in rows of positions `[B, T]` or `[1, T]`; None if none restarts."""
     starts, restarts = positions.diff(dim=1) != 1, positions == positions.min()
     if not starts.any():
         return None

@@ -157,7 +157,7 @@ def cheapest_mode(call: ModeCall) -> str:
 
 @functools.lru_cache(maxsize=256)
 def mode_costs(call: ModeCall) -> tuple[ModeCost, ...]:
-    """Return the cost of each supported mode. Costs are equal on all ranks, so the choice is too.
+    """Return the cost of each supported mode. All ranks have equal costs, and so choose one mode.
 
     Times of exchanges and of kernels are added up, since measured rings overlapped exchanges and
     kernels little (PrimeIntellect-ai/prime-rl#2418, 64k tokens on 2 and 4 ranks: the ring was 29%

@@ -59,8 +59,8 @@ class ModuleContext:
         places: whether each one-dimensional argument is a "batch" or "positions"; keys are the
             call's structure and the argument's index.
         left_out: the empty cache that was last left out of a call.
-        compared: the calls that were compared with a forward of the whole batch, as (structure of
-            the arguments, which of them belong to the batch).
+        compared: the calls that were compared with a forward of the whole batch, as pairs
+            (structure of the arguments, which arguments belong to the batch).
     """
 
     backward: PrivateBackward

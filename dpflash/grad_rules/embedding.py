@@ -37,7 +37,7 @@ def inside(indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 def nan_outside(y: Tensor, outside: Tensor, forward: PrivateForward) -> Tensor:
     """Set rows `[..., E]` of a table to NaN if their index `[...]` was outside of the table.
 
-    In packed documents row 0 is used instead: NaN would reach other documents (0 * NaN = NaN).
+    In packed documents row 0 is used instead: NaN would spread to other documents (0 * NaN = NaN).
     """
     units = forward.units
     if units is not None and not units.are_rows:

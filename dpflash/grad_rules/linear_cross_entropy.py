@@ -155,7 +155,6 @@ class UnitsHead:
         return self._head.rows
 
     def _of(self, unit: int) -> Head:
-        """Return the head of one unit's tokens."""
         head = self._head
         own = self._units.entries(unit, head.x.shape[1])
         return replace(

@@ -70,9 +70,9 @@ class PrivateOwner(PrivateModule):
                 "torch.compile cannot trace; leave out torch.compile"
             )
         leaves, structure = tree_flatten((args, kwargs))
-        # The call runs without empty caches, which training does not read. A cache that comes a
-        # second time is passed, and refused: it may lack values that the first call should have
-        # stored.
+        # The call runs without empty caches, which training does not read. If the same cache is
+        # passed to a second call, the call is refused: the cache may lack values that the first
+        # call should have stored.
         empty = {i for i, x in enumerate(leaves) if _is_empty_cache(x)}
         given, caches = leaves, {i for i in empty if self._dpflash.note_left_out(leaves[i])}
         leaves = [None if i in caches else x for i, x in enumerate(leaves)]
@@ -193,8 +193,8 @@ class PrivateOwner(PrivateModule):
         return outputs
 
     def _is_to_compare(self, call: tuple[str, tuple[int | None, ...]]) -> bool:
-        """Return whether to compare with a forward of the batch: for a recorded forward, for new
-        arguments, or if other arguments than before belong to the batch.
+        """Return whether to compare with a forward of the batch: if the forward is recorded, if
+        its arguments are new, or if other arguments than before belong to the batch.
         """
         backward = self._dpflash.backward
         if backward.forward.rows is not None:
@@ -214,7 +214,7 @@ class PrivateOwner(PrivateModule):
         """Return the outputs of the module's own forward for the batch; None if they are random.
 
         Raises:
-            PrivateRefusal: outputs are random, and differ from single samples without dropout too.
+            PrivateRefusal: outputs are random, and without dropout differ from single samples.
             RuntimeError: the forward sets an attribute.
         """
         random_state, attributes = RandomState(device), OwnAttributes(self.named_modules())
@@ -266,8 +266,8 @@ class PrivateOwner(PrivateModule):
         if not isinstance(leaf, Tensor):
             return None
         is_positions = leaf.ndim == 1 and not leaf.requires_grad
-        # Record whether each argument is a batch [B] or positions [T]; one call may have both. If
-        # T = B, the argument counts as positions only if it had T != B and T > 1 before.
+        # Record whether each argument is a batch [B] or positions [T]; a call may have both. If T
+        # = B, the argument counts as positions only if an earlier call had T != B and T > 1.
         places = self._dpflash.places
         place = (str(structure), index) if is_positions else None
         if leaf.ndim and len(leaf) == batch_size and places.get(place) != "positions":
@@ -503,8 +503,8 @@ class _Outside:
             _refuse_recurrent(self.owner, module)
         leaves, structure = tree_flatten((args, kwargs))
         mapped = [x for x in leaves if isinstance(x, Tensor) and _functorch.is_batchedtensor(x)]
-        # A sample's bare input has no batch dimension of 1: its tokens or windows come first.
-        # Layers that treat all tokens alike take all samples at once, other layers each sample.
+        # A sample's input is bare if it has no batch dimension of 1, so that its tokens or windows
+        # come first. Layers that treat all tokens alike get all samples at once; others get one.
         is_second = bool(mapped) and isinstance(module, BatchSecond)
         is_bare = is_second or any(not x.ndim or x.shape[0] != 1 for x in mapped)
         if is_bare and plain_class(module).forward not in _POINTWISE:

@@ -97,9 +97,9 @@ def sources(
     - Many copies of one sample overload any routing with a capacity.
     - Samples that may determine a scale or a weight of the batch, see `_telling`, are replaced
       first. In half of the cases the copied sample has the rarest label.
-    - Of four samples or more, those with the most and the least padding in a mask stay. Without
-      padding, operators run other kernels, which round differently, and a loop may cut a batch to
-      its longest sample.
+    - If there are four samples or more, those with the most and the least padding in a mask stay.
+      Without padding, operators run other kernels, which round differently, and a loop may cut a
+      batch to its longest sample.
 
     Args:
         batch, size, real, units, rng: see `of_samples`.

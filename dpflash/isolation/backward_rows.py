@@ -69,7 +69,7 @@ class WatchedRows(Watch, Protocol):
 
 @dataclass
 class _Use:
-    """One operation: digests of rows, which rows are nonzero, its number, the shape of a row."""
+    """One operation: digests of its rows, which rows are nonzero, its number, a row's shape."""
 
     summaries: Tensor
     nonzero: Tensor

@@ -1,9 +1,9 @@
 """Comparison: finds differences between two runs, for samples with equal contents in both runs.
 
 On a deterministic device all results must be equal bit for bit. On other devices rows may differ
-by sqrt(eps) of their norm, and losses by eps^(2/3) (eps: machine epsilon). Rounding is below these
-limits, effects of other samples seldom are. `PlaceTrial` compares gradients of samples in other
-rows.
+by sqrt(eps) of their norm, and losses by eps^(2/3) (eps: machine epsilon). Differences by rounding
+are below these limits; differences by other samples seldom are. `PlaceTrial` compares gradients of
+samples in other rows.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def mixed(first: ForwardRows, second: ForwardRows, unchanged: Tensor) -> str | N
 def reached(first: ForwardRows, second: ForwardRows, replaced: Tensor) -> bool:
     """Return whether the input of some layer differs for the samples `replaced` `[B]`.
 
-    If not, the model reads its samples from an object in which none can be replaced.
+    If not, the model reads its samples from an object in which no sample can be replaced.
     """
     tolerated = tolerance(first.dtypes)
     return any(

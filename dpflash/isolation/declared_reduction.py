@@ -57,9 +57,9 @@ _NOT_A_SUM = (
 
 
 def exchanges(size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three batches a, b and c, each as indices `[B]` of the samples of a batch d.
+    """Return three batches a, b and c of the samples of a batch d, each as indices `[B]` into d.
 
-    In each row, the samples of a and d are those of b and c, in some order.
+    In each row, a and d together hold the same two samples as b and c.
     """
     own = torch.arange(size)
     turned, is_even = own.roll(-1), own % 2 == 0
@@ -70,8 +70,8 @@ def refuse_scalars(batches: Sequence[Sequence[Tensor]], declared: str) -> str | 
     """Return a message if the scalars of four batches are not reductions over samples, or None.
 
     Args:
-        batches: 0-dim outputs of the model for batches a, b, c, d. In each row, the samples of a
-            and b are also the samples of c and d.
+        batches: 0-dim outputs of the model for batches a, b, c, d. In each row, a and b together
+            must hold the same two samples as c and d.
         declared: "mean" or "sum".
 
     Means and sums over samples satisfy a + b = c + d, even if each row has its own random mask.
@@ -134,9 +134,9 @@ def _is_of_no_known_scale(weights: Tensor, targets: Tensor, unit: float) -> bool
         targets: `[B, T]`, the classes.
         unit: weight of a sample in the declared reduction.
 
-    False for equal weights with a known factor: a sum over a sample's tokens, or a mean over all T
-    tokens, or over T - 1 for shifted labels. Also False if tokens of one class have different
-    weights, as in losses that weight samples, or tokens by their probability.
+    The result is False for equal weights with a known factor: a sum over a sample's tokens, a mean
+    over all T tokens, or over T - 1 (shifted labels). It is also False if tokens of one class have
+    different weights: in losses that weight samples, or tokens by probability.
     """
     used = weights > 0
     classes, index = targets[used].unique(return_inverse=True)

@@ -27,7 +27,7 @@ def with_changed_documents(batch: PackedBatch, number: int) -> tuple[PackedBatch
         number: number of the trial, from 0; it determines which documents are changed.
 
     Returns:
-        (batch, `[U]`, bool: whether the document is unchanged while others changed).
+        (the batch; `[U]`, bool: whether the document is unchanged while others changed).
     """
     units = batch.units
     filled = sorted(range(units.size), key=lambda unit: units.spans[unit])

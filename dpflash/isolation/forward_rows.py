@@ -98,8 +98,8 @@ class ForwardRows:
     def telling(self, samples: list[int]) -> list[int]:
         """Return the samples that most likely determine a maximum or minimum over the batch.
 
-        In most recorded tensors, their maximum was the greatest, or the least, of all samples. The
-        first and the last sample are added, since code may use one of them for all samples.
+        In the recorded tensors, these samples most often had the greatest or the least maximum.
+        The first and the last sample are added, since code may use one of them for all samples.
         """
         kinds = (self._greatest, self._least)
         found = [Counter(map(int, kind)).most_common(len(samples) // 8) for kind in kinds]

@@ -121,7 +121,7 @@ class Options:
             self._held += [(vars(x), vars(x).copy()) for x in (*inner, scheduler)]
 
     def restore(self, *, changed_since: Options | None = None) -> None:
-        """Restore the options, or only of groups that differ between `changed_since` and self."""
+        """Restore the options; with `changed_since`, only of groups whose options differ in it."""
         others = self._held if changed_since is None else changed_since._held
         for number, (own, held) in enumerate(self._held):
             if changed_since is not None and is_same(others[number][1], held):

@@ -181,11 +181,11 @@ class PlaceTrial:
         self._is_by_sample = True
 
     def runs(self, batch: Any, places: Sequence[Place]) -> Iterator[Any]:
-        """Yield the microbatches to run: with moved samples, then the reference run if needed.
+        """Yield the microbatches to run: those with moved samples, then the reference if needed.
 
         Args:
             batch: the microbatch, which is not changed.
-            places: the batch with moved samples. With ranks, each logical batch runs one, in turn.
+            places: moved versions of the batch; with several ranks, each logical batch runs one.
         """
         if self._has_ranks:
             if self._tried:

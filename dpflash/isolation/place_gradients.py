@@ -14,8 +14,8 @@ from torch import Tensor
 from ..verification.watch import WatchedGate
 
 # The product of a difference with a Gaussian vector is below a third of the difference's norm in
-# 26 of 100 cases, and the root mean square of 16 products in 4 of 10^6 cases. If the difference is
-# the x g^T of a single token, these are 48 of 100 and 0.3 of 100 cases.
+# 26 of 100 cases. The root mean square of 16 products is below it in 4 of 10^6 cases. If the
+# difference is x g^T of a single token, the figures are 48 of 100 and 0.3 of 100 cases.
 _VECTORS = 16
 
 

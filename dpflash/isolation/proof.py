@@ -1,8 +1,8 @@
 """Proof: tests on the first batches whether a model keeps its samples apart.
 
 An extra backward gives some losses the weight 0. In it, every operation of a private layer must
-receive rows of zeros for the samples of weight 0, and the rows of the training backward for the
-others. The forward is also repeated with some samples replaced, see `Call`.
+receive rows of zeros for the samples of weight 0, and for the other samples the same rows as in
+the training backward. The forward is also repeated with some samples replaced, see `Call`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ELSEWHERE = (
 
 @dataclass
 class _Progress:
-    """Progress of one half of the proof: operations in the backward, or layers in the forward.
+    """Progress of one half of the proof: the operations of backwards, or the layers of forwards.
 
     Attributes:
         known: names seen so far.
@@ -161,7 +161,7 @@ class Proof:
 
     @property
     def verified(self) -> bool | Literal["pending", "gradients", "forward"]:
-        """True once both halves are proven; "gradients" or "forward" if only one can be proven."""
+        """True once both halves are proven; "gradients" or "forward" if only this half can be."""
         if not self.is_on:
             return False
         modes = [mode for mode in self._modes.values() if mode.is_trained] or [_Mode()]
@@ -183,7 +183,7 @@ class Proof:
 
     @property
     def waiting(self) -> tuple[bool, set[Any]]:
-        """(Whether too few samples were compared, parameters without a compared gradient).
+        """The pair (whether too few samples were compared, parameters not compared so far).
 
         A parameter is given as (number of its group, position in the group).
         """
@@ -398,7 +398,7 @@ class Proof:
         )
 
     def _record_uses(self, gate: WatchedGate, samples: int, found: list[int]) -> None:
-        """Record `found`, by parameter of a gate: 0 not seen, 1 seen, 2 proven."""
+        """Record `found`, a number for each parameter: 0 if not seen, 1 if seen, 2 if proven."""
         rows = gather_rows([samples, *found], self.group, _EXCHANGE)
         best = [max(column) for column in zip(*rows, strict=True)]
         uses = self._mode.uses

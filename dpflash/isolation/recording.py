@@ -38,7 +38,7 @@ class Recording:
 
     @property
     def had_backward(self) -> bool:
-        """Whether there was a backward of losses, and not only one for gradients of inputs."""
+        """Whether a loss was backpropagated; a backward for gradients of inputs does not count."""
         backward = self.backward
         return self.losses is not None or (backward is not None and backward.has_met_gate)
 

@@ -135,7 +135,7 @@ class Sandbox:
         """End a microbatch, because the loop asks for another one.
 
         Raises:
-            PrivateRefusal: the loop has set options by its number of iterations a second time.
+            PrivateRefusal: a second time, the loop set options that depend on its iterations.
         """
         if self._options is not None and self._behind is not None:
             changed = self._behind.changed_otherwise(self._options, self._present())

@@ -17,8 +17,8 @@ from ..packing import Units
 from ..verification.nested import tensors_of
 from .labels import ReplacedLabels
 
-# Number of first logical batches that are tried; later ones are tried at powers of two. All of
-# their microbatches are tried, since the first may hold a single document, the longest one.
+# Number of first logical batches that are tried. A later one is tried if its number is a power of
+# two. All of its microbatches are tried, since the first may hold only the longest document.
 _ALL_TRIED = 4
 # Last logical batch that is tried if shapes stay the same and no label or operation is new.
 _LAST_TRIED = 64

@@ -223,7 +223,7 @@ class Trial:
 
     @property
     def held_backward(self) -> tuple[BackwardRows, Tensor] | None:
-        """(Rows of the altered microbatch's backward, samples with kept contents `[B]`, bool)."""
+        """The pair (rows of the altered microbatch's backward, which samples were kept: `[B]`)."""
         found, altered = self._alteration, self.altered
         if found is None or altered is None:
             return None

@@ -14,8 +14,8 @@ so a replay cannot repeat them.
 
 Calls that cannot be captured run layer by layer, and `engine.optimization` reports the reason.
 These are calls on batches of an isolation test, and calls with random masks, with hooks, or
-without instantiated per-sample gradients. The model must keep no results, and read and write no
-tensors but its arguments, parameters and buffers: a replay would use another batch's.
+without instantiated per-sample gradients. The model must keep no results, and must read and write
+only its arguments, parameters and buffers, since a replay would use another batch's tensors.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from .levels import Optimization
 
 _log = logging.getLogger(__name__)
 
-# Limits: kinds of batches that are captured, kinds whose calls are counted, calls of a kind before
-# it is captured, changes of the addresses of the model's tensors.
+# Limits: kinds of batches that are captured; kinds whose calls are counted; calls of a kind before
+# the kind is captured; changes of the addresses of the model's tensors.
 _MOST_KINDS, _MOST_SEEN, _EAGER_CALLS, _MOST_MOVES = 4, 64, 3, 3
 # Allowed relative difference between a replay and eager layers: kernels may reorder sums.
 _ROUNDING = 2.0**-7

@@ -443,7 +443,7 @@ class ForwardWrapper:
         return self._eagerly(module, dtype, args, kwargs)
 
     def _batch_size(self, tensors: list[Tensor]) -> int:
-        """Return the loader's number of rows if a tensor has it, else that of the first tensor."""
+        """Return the loader's number of rows if a tensor has as many, else the first tensor's."""
         drawn = self._backward.forward.batch_hint
         first = [t.shape[0] for t in tensors]
         return drawn if drawn in first else next(iter(first), 0)

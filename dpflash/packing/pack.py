@@ -158,7 +158,7 @@ class PackTo:
     Args:
         tokens: number of tokens of a microbatch, over all of its rows. A longer document is
             truncated to its first `tokens` tokens.
-        max_documents: U, the number of a microbatch's losses, and the most documents it can hold.
+        max_documents: U, the number of losses of a microbatch, which holds at most U documents.
         rows: R, which must divide tokens. A document longer than a row is divided into windows of
             one row each, which do not attend to each other but are still one sample.
         align: documents begin at multiples of `align` tokens in a row; it must divide
@@ -201,7 +201,7 @@ class PackTo:
     def read(self, document: Any, at_most: int | None = None) -> Parts:
         """Return (tokens, labels) of each part of a document; [] if it is not a document.
 
-        The parts are truncated to `at_most` tokens together, by default `tokens`.
+        All parts together are truncated to `at_most` tokens, by default to `tokens`.
         """
         parts, left = [], self.tokens if at_most is None else at_most
         for tokens, labels in _parts_of(document):

@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 
 
 class Tables(NamedTuple):
-    """One side of a tile graph, before its runs are clipped."""
+    """The query side or the key side of a tile graph, before its runs are clipped."""
 
     groups: Ints  # `[N, 4]`: start, stride and length of the rows, number of runs
     runs: Ints  # `[R, 5]`: start, stride and length of the columns, lo and hi of the band

@@ -1,4 +1,4 @@
-"""Returns the tensors of a batch, and those that a loop may make of its arrays and lists."""
+"""Collects the tensors of a batch, and the tensors that a loop may make from arrays and lists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def batch_tensors(batch: Any, size: int) -> list[Tensor]:
     """Return the tensors of a batch, and its arrays and lists of numbers as tensors.
 
     A list with one tensor for each sample is also returned as one stacked tensor, padded with
-    zeros. A list of tensors that have one row per sample each is not stacked.
+    zeros. A list is not stacked if each of its tensors has one row per sample.
 
     Args:
         batch: the batch, arbitrarily nested.

@@ -9,7 +9,7 @@ The test does not detect
 - functions that draw more random numbers for some entries than for others;
 - state of a dataset, and state that a function keeps in objects that cannot be restored;
 - results of unknown classes, and results whose first dimension is not the batch (packed ones).
-A warning says if the function's random numbers cannot be reset.
+If the function's random numbers cannot be reset, a warning says so.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from .entries import Collate, Collated, FittingCollate, ReadableEntries, copied,
 from .order_trial import moves_rows
 
 _ENTRIES = 6
-# For each generator (Python's, torch's, NumPy's two), one of the first four seeds gives a first
-# number below 0.05, and another one above 0.95, so that rarely taken branches run too.
+# Each generator (Python's, torch's, NumPy's two) returns a first number below 0.05 for one of the
+# first four seeds, and above 0.95 for another. So branches that are rarely taken run too.
 _SEEDS = (56, 34, 119, 31, *range(20))
 _REPEATS = 8
 _ALIKE, _OTHERS = 24, 16
@@ -54,8 +54,8 @@ def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
     A dataset is refused if its `__getitems__` mixes or sorts entries. The function is called about
     150 times on entries of the dataset, or about 300 times if it or the dataset draws random
     numbers. Each test ends after three seconds. Random states are restored. If DataLoader workers
-    fetch the entries, the workers run the tests, see `TriedCollate`. A warning says if a function
-    could not be tested because its results on equal entries differ from call to call.
+    fetch the entries, the workers run the tests, see `TriedCollate`. A function whose results on
+    equal entries differ from call to call cannot be tested; a warning then says so.
 
     Args:
         may_sort: whether the rows may be in an order other than that of the entries.
@@ -326,8 +326,8 @@ class _Trial:
     def _is_random_by_others(self) -> bool:
         """Return whether equal calls differ for several entries, but never for a single entry.
 
-        A batch of one entry repeats this entry. If each row were random by itself, True would
-        occur by chance at most once in 100,000 tests, whatever the probability of a change.
+        For a single entry, the batch repeats this entry. If each row is random by itself, at most
+        one of 100,000 tests returns True by chance, for any probability that a row changes.
         """
         several, deadline = self._entries[:4], time.monotonic() + _SECONDS
         for entry in several:
@@ -438,7 +438,7 @@ def _is_column(batch: Any, two: Any, size: int) -> bool:
 
 
 def _shared(batch: Any, two: Any, size: int, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of each field without rows that has one shape in `batch` and `two`."""
+    """Yield (name, value) of each field without rows that has the same shape in both batches."""
     if isinstance(batch, _LEAVES):
         if getattr(batch, "shape", ()) == getattr(two, "shape", ()):
             yield place, batch

@@ -36,8 +36,8 @@ _FIELDS = 16
 # Objects at a deeper level of nesting are compared by type alone.
 _DEPTH = 6
 _STORAGE = ("dtype", "layout", "device", "requires_grad")
-# A DataLoader worker also makes versions without the longer entries (`Shorter`) of its first
-# `_SHORTENED` batches, and at most `_VARIANTS` versions of each batch.
+# For each of its first `_SHORTENED` batches, a DataLoader worker also makes at most `_VARIANTS`
+# versions without the longer entries, see `Shorter`.
 _SHORTENED = 32
 _VARIANTS = 3
 # Smallest number of samples at which `BadShare` decides.
@@ -174,16 +174,16 @@ class Collated(NamedTuple):
 class FittingCollate:
     """A collate function that replaces entries that do not fit by padding.
 
-    The model entry is the first entry with the form that most of the first `_FIRST` have. An
+    Most of the first `_FIRST` entries have one form; the first such entry is the model entry. An
     entry fits if the collate function can make a batch from it, alone and together with the model
     entry, and the batch has the same fields and dtypes (and shapes, if the length is public) as a
     batch of the model entry. Numbers of narrower dtypes, such as integers among fractions, are
     converted. So neither the decision whether an entry fits, nor the entry's row, depends on the
-    other entries of the batch. Among other entries, an additional field of one entry could go
-    unnoticed. So a batch is collated without a test only if each entry has the types and dtypes of
-    an entry that was tested and fits unchanged. Adding one entry to the dataset may leave no model
-    entry, but never changes the fields of the model entry. If a dataset reads several entries at
-    once, entries are compared in the form that they have when read together.
+    other entries of the batch. If only one entry of a batch has an additional field, a test of the
+    batch may not notice the field. So a batch is collated without a test only if each entry has
+    the types and dtypes of an entry that was tested and fits unchanged. Adding one entry to the
+    dataset may leave no model entry, but never changes the fields of the model entry. If a dataset
+    reads several entries at once, entries are compared in the form they have when read together.
 
     A dataset may change the form of all its entries, for example in a curriculum of lengths. So if
     an entry does not fit, the model entry is read again. If the model entry no longer fits, the
@@ -320,7 +320,7 @@ class FittingCollate:
         return self._left >= 0
 
     def _kept_rows(self, alone: list[Any]) -> list[list[bool]]:
-        """Return the rows that each shorter version keeps; one version per length that differs."""
+        """Return the rows that each shorter version keeps, with a version for each length."""
         if any(batch is _FAILED for batch in alone):
             return []
         shapes = [{n: x.shape for n, x in _numbers_of(batch)} for batch in alone]
@@ -547,8 +547,8 @@ class _Form:
     Args:
         index: index of the model entry in the dataset.
         entry: the model entry.
-        two, three: batches of the model entry repeated twice and three times; the dimensions in
-            which they differ are the rows.
+        two, three: batches of two and of three copies of the model entry; the dimensions in which
+            the batches differ are the rows.
     """
 
     def __init__(self, index: int, entry: Any, two: Any, three: Any) -> None:
@@ -630,7 +630,7 @@ def _stable(batch: Any, again: Any) -> set[str]:
 
 
 def _with_places_of(batch: Any, shorter: Any, stable: Collection[str]) -> Any | None:
-    """Return `shorter`, with the fields that are not `stable` (a counter, a time) from `batch`.
+    """Return `shorter`, but with `batch`'s values of fields that are not `stable` (a time).
 
     Return None if such a field has different shapes in the two batches.
     """

@@ -305,7 +305,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         return self._key if self._draws is None else self._draws.key
 
     def _place(self, number: int) -> tuple[int, int, int]:
-        """Return (epoch, draw, microbatch) of the last microbatch that the sampler yielded."""
+        """Return the numbers of epoch, logical batch and microbatch that were yielded last."""
         if self._draws is None:
             return self.tracker.epochs, number, 0
         mark = self._rows.last
@@ -475,7 +475,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     ) -> Iterator[tuple[Any, BatchMark]]:
         """Yield a microbatch with its samples in other rows, once per logical batch.
 
-        Samples have less padding or exchange their rows, or documents move within their rows.
+        Samples have less padding, samples exchange rows, or documents move within their rows.
         """
         place_trial = self._place_trial
         begins = mark.microbatch == 0
@@ -555,7 +555,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         return state
 
     def load_state_dict(self, state: Mapping[str, int], *, key: bytes | None = None) -> None:
-        """Continue at a position; open epochs end. All ranks call this together.
+        """Continue at a position, and end epochs in progress. All ranks call this together.
 
         If the loader was past this position, logical batches from the position on are sampled
         anew.

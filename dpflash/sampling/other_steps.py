@@ -39,12 +39,12 @@ class _Steps:
 
     def __init__(self) -> None:
         self._free: WeakKeyDictionary[BatchTracker, int] = WeakKeyDictionary()
-        # Loader whose logical batch has ended -> the number of microbatches received from it, and
-        # the numbers received then from loaders that are within a logical batch.
+        # For each loader whose logical batch has ended: the number of microbatches received from
+        # it, and the numbers received by then from loaders within a logical batch.
         self._ends: WeakKeyDictionary[BatchTracker, tuple[int, list[int]]] = WeakKeyDictionary()
 
     def may_take(self, within: Sequence[BatchTracker], ended: Sequence[BatchTracker]) -> bool:
-        """Return whether a logical batch just ended, or this microbatch is that of the first step.
+        """Return whether a logical batch just ended, or the first step was in this microbatch.
 
         The end of one loader's logical batch allows no further steps once another loader yields a
         microbatch: the first loader may belong to an outer loop, or its iterator may be kept.
@@ -58,14 +58,15 @@ class _Steps:
         return all(self._free.setdefault(t, t.received) == t.received for t in within)
 
 
-# The keys are parameters, since a loop may create an optimizer for each step. Entries stay when a
-# loop ends. Otherwise each loop could step once in a microbatch that few logical batches have.
+# The keys are parameters, since a loop may create an optimizer for each step. The entries are kept
+# when a loop ends. Otherwise each loop could take a first step in a microbatch that few logical
+# batches have.
 _stepped: Any = WeakIdKeyDictionary()
 
 
 @contextmanager
 def refusing_counted_steps(tracker: BatchTracker) -> Iterator[None]:
-    """Refuse other optimizers' steps while, in the with block, a loop iterates over the loader."""
+    """Refuse steps of other optimizers in the with block, in which a loop iterates the loader."""
     threads, own = _iterated.setdefault(tracker, []), get_ident()
     threads.append(own)
     hook = register_optimizer_step_pre_hook(_before_step)
@@ -83,7 +84,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def refuse_counted_step(optimizer: Optimizer, *, has_closure: bool = False) -> None:
-    """Refuse a step within a logical batch, unless its parameters stepped in this place before."""
+    """Refuse a step in a logical batch, except in the microbatch of the parameters' first step."""
     thread = get_ident()
     own = [tracker for tracker, threads in _iterated.items() if thread in threads]
     within = [t for t in own if not (t.is_waiting or t.current is None or t.current.last)]

@@ -62,7 +62,7 @@ _FREE = 1e-16
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """The sampling scheme of a run. Public, except num_samples if a public size is declared.
+    """The public sampling scheme of a run. If a public size is declared, num_samples is private.
 
     Attributes:
         sampling: one of `SAMPLINGS`.
@@ -180,7 +180,7 @@ class SamplingPlan:
 
     @property
     def cut(self) -> int | None:
-        """The size to which logical batches are truncated; None if none can be larger."""
+        """The size to which logical batches are truncated; None if they are never larger."""
         return None if (self.max_batch_size or 0) >= self._most else self.max_batch_size
 
     @property
@@ -242,9 +242,9 @@ class SamplingPlan:
     def event(self, noise_multiplier: float) -> Event:
         """Return the cost of releasing one logical batch with this noise.
 
-        With shuffled epochs or random allocation, the event is the cost of a whole epoch, and the
-        noise multiplier is the smallest one of its steps. With cyclic Poisson sampling, the event
-        is the cost of one batch from each part.
+        With shuffled epochs or random allocation, the event is the cost of a whole epoch, and
+        `noise_multiplier` is the smallest of the epoch's steps. With cyclic Poisson sampling, the
+        event is the cost of one batch from each part.
         """
         if self.sampling == "shuffled":
             return ShuffledGaussian(noise_multiplier=noise_multiplier)

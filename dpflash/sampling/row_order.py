@@ -67,7 +67,7 @@ class CollatedOrder:
 
 
 def _always(batch: Any, size: int) -> Tensor | None:
-    """Return the digests that more than B of a batch's 2 B + 1 rows have; None if none are common.
+    """Return the digests that more than B of the 2 B + 1 rows share, or None if there are none.
 
     Args:
         batch: a batch of B entries and B + 1 rows of one entry.

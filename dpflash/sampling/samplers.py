@@ -206,8 +206,8 @@ class PoissonBatchSampler(DrawSampler):
         else:
             included = (words < int(self.sample_rate * 2**64)).nonzero()[0]
         if cap is not None and len(included) > cap:
-            # Words below the threshold are uniform: samples with the smallest are a uniform
-            # subset.
+            # Words below the threshold are uniform, so the samples with the smallest words are a
+            # uniform subset.
             included = included[_least(words[included], cap)]
         return [int(i) for i in included]
 
@@ -227,9 +227,9 @@ class CyclicPoissonBatchSampler(PoissonBatchSampler):
         physical_batch_size: largest length of a yielded list of indices; None for no bound.
 
     Guarantees:
-        Parts and inclusions are independent between samples: adding a sample changes neither for
-        another sample. Under one key, the numbers of two batches with the same sample differ by a
-        multiple of `parts`.
+        Parts and inclusions are independent between samples: adding a sample changes no other
+        sample's part or inclusions. If two batches under one key contain the same sample, their
+        numbers differ by a multiple of `parts`.
     """
 
     def __init__(
@@ -270,9 +270,9 @@ class CyclicPoissonBatchSampler(PoissonBatchSampler):
 class RandomAllocationBatchSampler(DrawSampler):
     """Draws each sample in one random step of each epoch ("balls in bins").
 
-    Epoch e consists of logical batches e T to (e + 1) T - 1, where T is the number of steps of an
-    epoch, however often the loop begins to iterate. A sample's step is a function of the key, the
-    epoch and the sample's index.
+    Epoch e consists of logical batches e * T to (e + 1) * T - 1, where T is the number of steps of
+    an epoch. This holds however often the loop begins to iterate. A sample's step is a function of
+    the key, the epoch and the sample's index.
 
     Args:
         num_samples: size of the dataset.

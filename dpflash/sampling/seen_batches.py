@@ -223,7 +223,7 @@ class _Rows:
 
 
 def _row_of_each(mark: BatchMark, each: int) -> list[int]:
-    """Return one row's index for each sample, without padding; [] for rows of several samples."""
+    """Return the index of one row of each sample; [] for trials and for packed documents."""
     units = mark.units
     if mark.is_trial:
         return []

@@ -92,7 +92,7 @@ class BatchMark:
 
     @property
     def of_rows(self) -> BatchMark:
-        """The mark for rows in place of units; `real` is True for rows that belong to a unit."""
+        """The same mark with rows, not units; `real` is True for rows that belong to a unit."""
         units = self.units
         if units is None:
             return self
@@ -575,7 +575,7 @@ class BatchTracker:
 
     @property
     def _hides_repeats(self) -> bool:
-        """Whether repeats stay undetected: workers fetch batches ahead, which have one size."""
+        """Whether repeats are not detected: workers fetch ahead batches, all of one size."""
         return self._fetched_ahead and self._equal_sizes
 
     def released(self) -> None:

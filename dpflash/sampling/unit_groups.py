@@ -95,7 +95,7 @@ class UnitGroups:
         return digest.hexdigest()
 
     def selected(self, units: Sequence[int], *, key: bytes, draw: int) -> list[Indices]:
-        """Return the entries of each unit for one logical batch, `limit` random ones at most."""
+        """Return at most `limit` random entries of each unit, for one logical batch."""
         words: NDArray[np.uint64] | None = None
         chosen = []
         for unit in units:
@@ -111,8 +111,8 @@ class UnitGroups:
     def kept(self) -> Indices:
         """Return the entries to train on, at most `limit` of each unit, ascending.
 
-        In the dataset's order, each entry is taken whose units all have fewer than `limit` entries
-        so far. The choice depends on the entries' units, not on the contents of the entries.
+        In the dataset's order, an entry is taken if each of its units has fewer than `limit` so
+        far. The choice depends on the entries' units, not on the contents of the entries.
 
         Source: greedy contribution bounding of Ganesh et al. (arXiv:2503.03622).
         """

@@ -16,7 +16,7 @@ from .unit_groups import UnitGroups
 class UnitSlots(SlotSampler):
     """A `SlotSampler` whose samples are units.
 
-    The unit in slot s has rows s k to (s + 1) k - 1 of the microbatch, where k is the largest
+    The unit in slot s has rows s * k to (s + 1) * k - 1 of the microbatch, where k is the largest
     number of entries of a unit. If the unit has fewer entries, its other rows are padding.
 
     Args:

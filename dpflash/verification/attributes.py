@@ -2,8 +2,8 @@
 
 Parameters, buffers and child modules are left out. Contents of Python's containers and of
 `SimpleNamespace` are compared; other objects count as unchanged. Hooks of forwards and backwards
-are restored, like the attribute in which a model records that it has installed hooks. Hooks of
-state dicts are not restored: FSDP2 adds them in its first forward, and records that elsewhere.
+are restored, and so is the attribute in which a model records that it has hooks. Hooks of state
+dicts are not restored: FSDP2 adds them in its first forward, and records that elsewhere.
 """
 
 from __future__ import annotations

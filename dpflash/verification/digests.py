@@ -125,7 +125,7 @@ def as_words(x: Tensor) -> Tensor:
 
 
 def _chunk_sums(words: Tensor, multipliers: Tensor) -> Tensor:
-    """Return the sum over each chunk of the words `[B, n]` times multipliers: `[B, chunks]`."""
+    """Multiply each word of `[B, n]` by its multiplier; return each chunk's sum `[B, chunks]`."""
     whole = words.shape[1] // _WORDS
     parts = []
     if whole:

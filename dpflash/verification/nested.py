@@ -63,8 +63,8 @@ def map_leaves(change: Callable[[Any], Any], value: Any, *, kinds: tuple[type, .
 
     Containers keep their classes; attributes that hold a changed value are changed too. The copy
     shares all other objects with `value`. It also shares containers in which nothing changes,
-    except those of classes that pytrees know. If the copy of a container would share its contents
-    with it, the container is not changed.
+    except containers whose classes pytrees know. A container is left unchanged if its copy would
+    share the container's contents.
     """
     if isinstance(value, kinds):
         return change(value)

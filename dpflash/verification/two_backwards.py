@@ -2,7 +2,7 @@
 
 The first backward computes the norms; the second sums gradients with factors from these norms. A
 gradient that differs between the backwards would be summed without a bound. On a deterministic
-device, digests of each operation's rows are compared; on other devices, norms are.
+device, digests of each operation's rows are compared; on other devices, norms are compared.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class FirstBackward:
     """Watches the backward that computes norms.
 
     Attributes:
-        exact: True if digests are compared, False if norms are.
+        exact: True if digests are compared, False if norms are compared.
         uses: digests of the rows of each operation, by parameter, in order.
         dtypes: the floating-point dtypes of the rows.
     """
@@ -95,7 +95,7 @@ class FirstBackward:
                 self.use(gate, position, (grad,))
 
     def allowed(self, squares: Tensor) -> Tensor:
-        """Return squared norms `[B]` to clip by: unless exact, with a margin for rounding."""
+        """Return the squared norms `[B]` to clip by, with a margin for rounding unless exact."""
         if self.exact:
             return squares
         narrow = any(dtype.itemsize < 4 for dtype in self.dtypes)

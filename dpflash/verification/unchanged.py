@@ -2,7 +2,7 @@
 
 Values that a forward writes into buffers, parameters or other entries would be released without
 noise, and would affect later batches. Version counters are compared in every forward and backward.
-Writes to `.data` advance no counter, so contents are compared once in `EVERY` of these.
+Writes to `.data` advance no counter, so one of `EVERY` forwards and backwards compares contents.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Unchanged:
         return self._rewritten.forward(again=again)
 
     def before_backward(self) -> str | None:
-        """Return `refusal`; compare contents in the first backward, and then once in `EVERY`."""
+        """Return `refusal`; compare contents in the first backward, then in one of `EVERY`."""
         contents = self._backwards % EVERY == 0
         refusal = self.refusal(contents=contents, wait=False) or self._entered()
         # A refused backward is not counted, so that the next backward is refused too.

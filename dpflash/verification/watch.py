@@ -49,7 +49,7 @@ class WatchedGate(Protocol):
         """Return the dotted name of the layer that holds the parameter at this position."""
 
     def by_sample(self, x: Tensor) -> tuple[Tensor, Units | None]:
-        """Return (tensor `[B, ...]`, None), or (entries `[n, ...]` of all units, the units)."""
+        """Return (x `[B, ...]`, None); if samples are units, (their entries `[n, ...]`, units)."""
 
     def is_dense(self, position: int) -> bool:
         """Return whether an operation returns the parameter's gradient to the handle."""
