@@ -378,8 +378,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
         Raises:
             PrivateRefusal: losses is not one loss for each sample of the batch, or reached no
-                private layer; or a trial has shown that samples depend on each other. While the
-                public example of make_private runs, losses of a wrong form are a ValueError.
+                private layer; or a trial has shown that samples depend on each other.
             RuntimeError: this batch already had its backward.
             ValueError: a function was passed with loss_reduction, with a batch that is not the
                 loader's, or with a batch whose samples are not rows.

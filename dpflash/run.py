@@ -119,23 +119,15 @@ class PrivateRun:
         return None if losses is given else losses.detach()
 
     def _run_losses(self, losses: Tensor) -> None:
-        step, example = self.step, self.backward.example
-        is_public = example is not None and example.is_public and not step.tracker.signalled
+        step = self.step
         with step.noting_refusals():
-            try:
-                losses = self._losses_of_samples(losses)
-                if losses.ndim == 1:
-                    step.tracker.before_backward(losses.shape[0])
-            except PrivateRefusal as error:
-                if is_public:  # the error depends on the public example alone
-                    raise ValueError(
-                        f"losses of make_private(example=...) are not of its samples: {error}"
-                    ) from None
-                raise
-            if losses.shape == (0,) and step.sums.ranks.everyone is None:
-                # With several ranks, an empty batch still takes part in the communication.
-                step.end_backward()
-                return
+            losses = self._losses_of_samples(losses)
+            if losses.ndim == 1:
+                step.tracker.before_backward(losses.shape[0])
+                if losses.shape[0] == 0 and step.sums.ranks.everyone is None:
+                    # With several ranks, an empty batch still takes part in the communication.
+                    step.end_backward()
+                    return
             with without_autocast(losses.device.type):
                 if not self._is_tried(losses):
                     self.backward.backward(losses)

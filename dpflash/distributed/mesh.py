@@ -79,15 +79,15 @@ class Ranks:
         """Whether this is global rank 0, which writes the ledger."""
         return collectives.rank_in(self.everyone) == 0
 
-    def data_may_carry(self, device: torch.device) -> bool:
-        """Return whether exchanges over `data` on a device can send what `agree` would send.
+    def data_may_carry(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether an exchange of tensors over `data` can send what `agree` would send.
 
-        This is the case if `data` holds all ranks, and no rank waits for a GPU.
+        This is the case if `data` holds all ranks, and `agree` sends from the same device.
         """
-        if self.everyone is None or self.data is None:
+        if self.everyone is None or self.data is None or not tensors:
             return False
         is_whole = collectives.ranks_of(self.data) == collectives.ranks_of(self.everyone)
-        return is_whole and device == collectives.control_device(self.everyone)
+        return is_whole and tensors[0].device == collectives.control_device(self.everyone)
 
     def agree(
         self, operation: str, values: Mapping[str, object], extra: Sequence[int] = ()

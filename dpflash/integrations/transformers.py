@@ -99,8 +99,8 @@ def register() -> str:
 
     Not supported:
 
-    - compiled models with packed documents, or several new tokens on a filled or preallocated
-      cache
+    - compiled models with packed documents, or with several new tokens on a filled or
+      preallocated cache (other compiled models work)
     - attention dropout, head_mask, output_attentions, masks of more than two dimensions or with
       holes: the model raises an error when it runs
 

@@ -75,11 +75,6 @@ class ExampleTrial:
         self._sandbox = sandbox
         self._is_done = self._is_late = False
 
-    @property
-    def is_public(self) -> bool:
-        """Whether the loop runs the example now and has received no private batch before."""
-        return self.recording is not None and not self._is_late
-
     def _altered(self) -> list[Alteration]:
         if isinstance(self._batch, PackedBatch):
             return [alteration.of_documents(self._batch, number) for number in (0, 1)]

@@ -178,7 +178,7 @@ class BlockSparse(Pattern):
         return _builder.make_graph(num_tokens, heads, side(0, 1), side(1, 0), self.causal)
 
     def _pairs(self, num_blocks: int, head: int) -> np.ndarray:
-        """Return the random or listed pairs of blocks, `[K, 2]`; unlike rules, not symmetric."""
+        """Return the random or listed pairs of blocks, `[K, 2]`; they may be asymmetric."""
         if self.block_lists is None:
             return self._random_pairs(num_blocks, head)
         lists = self._lists()[head]

@@ -1,8 +1,8 @@
 """PublicGradients: gradients of public data, stored apart from the clipped sums until the step.
 
     with engine.public_data():      # layers do not clip; every `.grad` is None at first
-        loss.backward()             # autograd writes `.grad`, as in ordinary training # at the end
-                                    gradients are stored, and `.grad` is restored
+        loss.backward()             # autograd writes `.grad`, as in ordinary training
+                                    # at the end gradients are stored, and `.grad` is restored
     optimizer.step()                # noisy gradient + public gradient, or the latter alone
 
 A public gradient is added to a `.grad` only after noise was added to the clipped sum there.

@@ -73,6 +73,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
     def leave_ranks(self) -> None:
         """Continue as a single process."""
         self.ranks = Ranks()
+        self._reduced.clear()
         self.slices = Slices(self.ranks)
 
     def clear(self) -> None:
@@ -216,7 +217,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         The function reduces the first bundle of parameters for `with_noise`. Returns None if the
         exchange of this bundle does not reach all ranks.
         """
-        if self.is_sharded or not self.ranks.data_may_carry(parameters[0].device):
+        if self.is_sharded or not self.ranks.data_may_carry(parameters):
             return None
 
         def carry(failed: bool) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from pathlib import Path
@@ -54,7 +54,7 @@ class TrainingConfig:
     eval_fraction: float | None = None
     label_field: str | None = None
     labels: Collection[str] | None = None
-    class_weights: Collection[float] | None = None  # public, in the order of labels
+    class_weights: Sequence[float] | None = None  # public, in the order of labels
     model: str | None = None
     tokenizer: str | None = None
     lora_rank: int | None = None
@@ -243,14 +243,16 @@ class TrainingConfig:
             )
         if weights is None:
             return
+        if not isinstance(weights, Sequence):
+            raise ValueError(f"class_weights={weights!r}: expected a list, in the labels' order")
         for weight in weights:
             _validate.non_negative(class_weights=weight)
             _validate.finite(class_weights=weight)
         self._set(class_weights=[*map(float, weights)])
-        if len(weights) != len(self.labels) or not any(weights):
+        if len(weights) != len(self.labels) or not 1e-30 <= max(weights, default=0.0) <= 1e30:
             raise ValueError(
                 f"class_weights={weights!r} with labels={self.labels!r}: expected one number for "
-                "each label, in the same order, and at least one number above 0"
+                "each label, in the same order, the largest of them from 1e-30 to 1e30"
             )
 
     def _resolve_model(self) -> None:

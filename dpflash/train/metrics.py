@@ -26,8 +26,9 @@ def append_metrics(
     Each line is a JSON object. The guarantee covers ``step``, ``epsilon`` and ``delta``. Epsilon
     is the upper bound and includes lost steps. Epsilon is null without noise, and for some steps
     with slow accountants. The guarantee does not cover the values under ``private``, which are
-    computed from the sampled documents: ``loss`` (bits per token or byte; null if no document was
-    sampled) and ``tokens_per_second`` (without padding).
+    computed from the sampled documents: ``loss`` (bits per token, byte or text,
+    times class weights; null if no document was sampled) and ``tokens_per_second`` (without
+    padding).
 
     A resumed run appends lines. If a crash lost steps, use the last line of each step.
     """

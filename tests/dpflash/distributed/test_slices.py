@@ -185,6 +185,7 @@ def test_a_sample_alone_over_a_context_is_clipped_at_the_release(monkeypatch, ex
 def test_sums_that_carried_a_charge_are_released_once(monkeypatch):
     trained = parameters()
     monkeypatch.setattr(Ranks, "agree", lambda *args: None)
+    may_carry = Ranks.data_may_carry
     monkeypatch.setattr(Ranks, "data_may_carry", lambda *args: True)
 
     def released(ranks, rank):
@@ -192,6 +193,7 @@ def test_sums_that_carried_a_charge_are_released_once(monkeypatch):
         sums = ClippedSums(trained, names=dict.fromkeys(trained, ""), ranks=ranks)
         sums.begin(1.0)
         sums.add(trained, [torch.full(p.shape, rank + 1.0).double() for p in trained])
+        assert may_carry(ranks, []) is False  # all parameters were frozen
         assert sums.carrier(trained)(rank == 0)
         assert not sums.carrier(trained)(False)
         return [one_release(sums) for _ in range(2)]

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpflash
 from dpflash.isolation.labels import ReplacedLabels
 from dpflash.packing import Pairs
-from dpflash.privacy.ledger import REFUSED, Ledger
 from dpflash.sampling import LogicalBatches
 
 SAMPLES, WIDTH, CLASSES = 240, 8, 3
@@ -72,9 +71,9 @@ LAYOUTS = {
 }
 
 
-def _made(kind=Net, *given, batch_size=24, ledger=None, **options):
+def _made(kind=Net, *given, batch_size=24, **options):
     torch.manual_seed(0)
-    model, engine = kind(*given), dpflash.PrivacyEngine(seed=3, ledger=ledger)
+    model, engine = kind(*given), dpflash.PrivacyEngine(seed=3)
     of_loader = {
         name: options.pop(name) for name in ("collate_fn", "num_workers") & options.keys()
     }
@@ -253,34 +252,6 @@ def test_an_example_behind_private_batches_has_an_error_without_numbers():
         assert sum(1 for _ in made[3])
     with pytest.raises(dpflash.PrivateRefusal, match=r"samples of make_private\(example"):
         _train(made, _scaled)
-
-
-@pytest.mark.cases(4)
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (torch.Tensor.mean, "losses is not one loss per sample"),
-        (lambda losses: losses[:, None], "losses is not one loss per sample"),
-        (lambda losses: losses[1:], "another number of entries"),
-        (torch.Tensor.detach, "losses do not require grad"),
-    ],
-    ids=["a scalar", "two dimensions", "fewer", "detached"],
-)
-def test_losses_of_a_wrong_form_in_the_example_are_no_private_refusal(change, message, tmp_path):
-    """After private batches, their form may depend on private data."""
-    for expected in (ValueError, dpflash.PrivateRefusal):
-        path = tmp_path / expected.__name__
-        engine, model, _, loader = _made(example=_example({}), ledger=path)
-        is_public, notes = expected is ValueError, []
-        if not is_public:
-            with torch.no_grad():
-                assert sum(1 for _ in loader)
-        with pytest.raises(expected, match=message):
-            for x, y in loader:
-                engine.backward(change(_entropies(model, x, y)))
-        if path.exists():
-            notes = [line.note for line in Ledger(path).lines if line.note]
-        assert notes == ([] if is_public else [REFUSED])
 
 
 @pytest.mark.parametrize("leaves_out", ["the forward", "the backward"])
