@@ -2,9 +2,9 @@
 
 python docs/messages.py
 
-The list has the first words, cause and remedy of each message. It reads the messages of `raise` and
-`warn(...)`, of functions that return a refusal, and of the command line. It also reads texts in
-tables and variables if they look like messages. "…" stands for a part that differs between cases.
+The list has the first words, cause and remedy of each message: of `raise` and `warn(...)`, of
+functions that return a refusal, and of the command line. Texts in tables and variables are listed
+too if they read like messages. "…" stands for a part that differs between cases.
 Errors that dpflash catches itself, or that have no text of their own, are left out.
 """
 
