@@ -4,8 +4,8 @@ python docs/messages.py
 
 The list has the first words, cause and remedy of each message: of `raise` and `warn(...)`, of
 functions that return a refusal, and of the command line. Texts in tables and variables are listed
-too if they read like messages. "…" stands for a part that differs between cases.
-Errors that dpflash catches itself, or that have no text of their own, are left out.
+too if they read like messages. "…" stands for a part that differs between cases. Errors that
+dpflash catches itself, or that have no text of their own, are left out.
 """
 
 import ast
