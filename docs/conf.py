@@ -23,7 +23,7 @@ include_patterns = [
 exclude_patterns = ["benchmarks/suite_pages.md"]
 
 myst_heading_anchors = 3
-# Pages that nothing in the site's contents leads to, but other pages do.
+# Some pages are linked to by other pages only, not by the site's contents.
 suppress_warnings = ["toc.not_included"]
 
 default_role = "literal"
@@ -49,7 +49,7 @@ html_show_sphinx = False
 
 
 def _only_what_callers_pass(app, what, name, obj, options, signature, returns):
-    """Signatures without the parameter that catches unknown keywords."""
+    """Return the signature without the parameter that catches unknown keywords."""
     if signature:
         signature = signature.replace("=UNSET", "=...").replace(", **unknown)", ")")
     return signature, returns

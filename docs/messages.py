@@ -2,10 +2,10 @@
 
 python docs/messages.py
 
-The list has the message of each `raise`, each `warn(...)` and each function that returns a refusal
-(first words, cause and remedy), the notes of the command line, and texts in tables and variables
-that read like messages, since an error may show them. "…" stands for the part that differs between
-cases. Errors that dpflash catches itself, or that have no text of their own, are left out.
+The list has the first words, cause and remedy of each message: of `raise` and `warn(...)`, of
+functions that return a refusal, and of the command line. Texts in tables and variables are listed
+too if they read like messages. "…" stands for a part that differs between cases. Errors that
+dpflash catches itself, or that have no text of their own, are left out.
 """
 
 import ast
@@ -39,7 +39,7 @@ DOING = {
 # Sources whose other texts are reports, tables or help texts.
 REPORTS = ("audit", "cli", "kernels", "noise", "optimize", "patterns", "recommender")
 REPORTS += ("privacy/card", "privacy/public_facts", "train/report")
-# Calls that print an error of the command line or add a note to a report -> their sources.
+# Functions that print errors or add notes to a report -> the sources whose calls are listed.
 NOTES = dict.fromkeys(("print", "error"), ("dpflash/cli/",))
 NOTES["append"] = ("dpflash/cli/doctor", "dpflash/train/report")
 INTERNAL = {"AttributeError", "AssertionError", "Interrupted", "KeyError", "NotCaptured"}
@@ -79,7 +79,7 @@ class Sources:
     def texts(
         self, node: ast.expr | None, path: str, given: Mapping[str, str] = MappingProxyType({})
     ) -> list[str]:
-        """Return the texts of an expression, for parameters that have the texts `given`."""
+        """Return all texts that an expression may have; `given` maps parameters to texts."""
         again = partial(self.texts, path=path, given=given)
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             return [node.value]
@@ -102,7 +102,7 @@ class Sources:
         return [GAP]
 
     def said_by(self, call: ast.Call, path: str) -> Iterator[str]:
-        """Yield the messages of an error, or of the function that makes or raises it."""
+        """Yield the messages of a call that makes an error, or of the helper that it calls."""
         if _name(call) not in self.helpers:
             yield from self.texts(call.args[0] if call.args else None, path)
             return
@@ -185,9 +185,9 @@ def _returns(function: ast.FunctionDef) -> str:
 
 
 def parts_of(message: str) -> tuple[str, str, str]:
-    """Return first words, cause and remedy of "what: why; remedy" or "what: remedy".
+    """Split "what: why; remedy" or "what: remedy" into first words, cause and remedy.
 
-    The first words can be searched: they are the cause's if "what" differs between cases.
+    Users search for the first words. If "what" differs between cases, the cause has them.
     """
     text = re.sub(f"{GAP}+", GAP, " ".join(message.split()))
     found = re.fullmatch(r"(.*?)(?:: (.*?))?(?:(?:; |\. )(.*))?", text)
