@@ -104,7 +104,7 @@ def _known_cumulants(*at: Any) -> dict[Pair, tuple[_Complex, _Real]]:
 def _cumulants(
     pairs: Pairs, contour: Contour, piece: int, level: int, edges: bool, enough: float
 ) -> tuple[_Complex, _Real]:
-    """Return the composed cumulant and its error at a piece's nodes, then at both edges' nodes."""
+    """Return the composed cumulant and its error at the nodes of a piece, then of both edges."""
     known = _known_cumulants(contour, piece, level, edges, enough)
     missing = [pair for pair, _ in pairs if pair not in known]
     if len(known) + len(missing) > _MOST_KNOWN:
@@ -159,7 +159,7 @@ class ContourIntegral:
         self._factors: dict[tuple[float, int, float], tuple[_Complex, _Complex]] = {}
 
     def delta(self, epsilon: float) -> tuple[float, float, float]:
-        """Return delta, its error bound (without edges: of rounding only), and its derivative."""
+        """Return delta, its error bound (of rounding only if not `edges`), and its derivative."""
         best = (math.nan, math.inf, math.nan)
         for level in range(_FINEST + 1 if self.edges else 1):
             value, slope, rounding, strip = self._sum(epsilon, level)
@@ -174,7 +174,7 @@ class ContourIntegral:
         return best
 
     def _sum(self, epsilon: float, level: int) -> tuple[float, float, float, float]:
-        """Return delta, its derivative, its error by rounding and length, its error by step."""
+        """Return delta, its derivative, and two errors: by rounding and length, by the step."""
         step = self.contour.step(level)
         value = slope = rounding = strip = tail = largest = coarser = 0.0
         edge_open, peaks, edge_tails = [True, True], [0.0, 0.0], [0.0, 0.0]
@@ -204,7 +204,7 @@ class ContourIntegral:
             tail = _tail_bound(size[:end], largest, end < len(t), tail)
             behind = size[end:][size[end:] > 2 * noise[end:]]
             if behind.size and not float(behind.max()) < 1e-3 * largest:
-                # The integrand rises again: the terms after `end` were a gap, not the tail.
+                # The integrand rises again, so the small terms after `end` are not its tail.
                 tail = math.inf
             if self.edges:
                 sides = self._edges(epsilon, piece, cumulant[len(t) :], error[len(t) :])

@@ -73,7 +73,7 @@ def pld_delta(pairs: Pairs, epsilon: float) -> Interval:
 
 
 def _total_variation(pairs: Pairs) -> float:
-    """Return a bound of every delta: the sum of (bounds of) the pairs' total variations."""
+    """Return a bound of delta at every epsilon: the sum of bounds of total variations."""
     return (1 + 1e-12) * math.fsum(n * _variation(pair) for pair, n in pairs)
 
 
@@ -205,7 +205,7 @@ class Composition:
     is_upper: bool
 
     def delta(self, epsilon: float) -> float:
-        """Return a bound of delta at this epsilon: an upper bound if `is_upper`, else a lower."""
+        """Return an upper bound of delta at this epsilon if `is_upper`, else a lower bound."""
         exponent = self.theta * (self.reference - epsilon)
         kernel = float(log_kernel(self.theta))
         log_chernoff = self.log_scale + exponent + kernel + self.relative
@@ -225,7 +225,7 @@ class Composition:
         return min(1.0, total + self.infinite) + 5e-324
 
     def _kernel_sums(self) -> tuple[float, float]:
-        """Return 1-norm, 2-norm of exp(-theta l) (1 - exp(-l)), l = D, 2 D, ..., D = spacing."""
+        """Return 1-norm and 2-norm of exp(-theta l) * (1 - exp(-l)), l = spacing * (1, 2, ...)."""
         rates = np.array([0.0, 1.0, 2.0])
         one = 1 / np.expm1((self.theta + rates) * self.spacing)
         two = 1 / np.expm1((2 * self.theta + rates) * self.spacing)

@@ -88,8 +88,8 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``function(place, **arguments)`` on ranks, each a fresh process; return all results.
 
-    On "cpu" each rank has one thread and gloo, on "cuda" one GPU and nccl. `timeout` is in
-    seconds, after two minutes to start the processes. If a rank fails, all processes are ended
+    On "cpu" each rank has one thread and gloo, on "cuda" one GPU and nccl. The processes have two
+    minutes to start, and then `timeout` seconds to run. If a rank fails, all processes are ended
     and OutOfMemory or Failed is raised.
     """
     found: dict[int, Any] = {}

@@ -168,7 +168,7 @@ def clipping_of(provider: str) -> str | None:
 
 
 def raised_norms(task: Task, norms: Tensor) -> list[float] | None:
-    """Return each norm over its sample's exact norm, None if one is wrong; norms in any order."""
+    """Return each norm divided by its sample's exact norm, None if one is wrong; any order."""
     exact = [_norm(grads) for grads in _sample_gradients(task, task.build())]
     if len(norms) != len(exact):
         return None

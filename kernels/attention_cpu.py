@@ -180,8 +180,8 @@ class _RunGrads:
             return total.index_add_(0, run, self.of_heads)
 
 
-# The fields of Problem in tiles.h, in its order. _CALL: six tensors with three strides each,
-# pointers to other tensors, sizes, two floating-point numbers. _ROWS: tables of the graph's rows.
+# The fields of Problem in tiles.h, in its order. _CALL has six tensors with three strides each,
+# pointers to other tensors, sizes and two floats. _ROWS has tables of the graph's rows.
 _CALL = struct.Struct(f"{6 * 4 + 14 + 11}q2d")
 _ROWS = struct.Struct("7q")
 _ABSENT = (0, 0, 0, 0)

@@ -264,7 +264,7 @@ def _sum_squares_kernel(
     parts_ptr, apart_ptr, squares_ptr, num_parts, scale_bits: tl.uint64,
     INTO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write ``scale`` times the sum of a sample's parts, [B, num_parts], or add it with INTO.
+    """Write ``scale`` times the sum of a sample's parts, [B, num_parts]; with INTO, add it.
 
     If the sample's entry of apart is 0, its entry of squares is not changed.
     """
@@ -325,7 +325,7 @@ def _clipped_grad_kernel(
 
 @triton.jit
 def _plus_clipped(total, grad, factor, reciprocal, EXACT: tl.constexpr):
-    """Return ``total + factor grad``, fp32; if EXACT, fp64 grid steps with truncated product."""
+    """Return ``total + factor * grad``, fp32; if EXACT, fp64 grid steps of truncated products."""
     if EXACT:
         # Both products are exact: 24 bits times 24 bits, then times a power of two.
         steps = grad.to(tl.float64) * factor.to(tl.float64) * reciprocal

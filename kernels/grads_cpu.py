@@ -141,7 +141,7 @@ def _are_fused(noise: Sequence[NoiseStream], factors: Tensor) -> bool:
 
 
 def _buffer(grads: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Allocate, adjacent in memory, a tensor for the sum over samples of each tensor in grads."""
+    """Allocate a tensor for each tensor's sum over samples; the sums are adjacent in memory."""
     shapes = [g.shape[1:] for g in grads]
     if len(shapes) == 1:  # not a view, since autograd refuses some in-place writes to views
         return [torch.empty(shapes[0], dtype=dtype, device="cpu")]

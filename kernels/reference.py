@@ -138,8 +138,8 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
     Args:
         grads: [B, ...], B samples of P elements, fp16, bf16, fp32 or fp64. On a GPU the order of
             additions depends on the dtype and the alignment.
-        into: [B], contiguous, fp64: the tensor to add the result to, in place, and to return, for
-            the norm over several parameters. This addition rounds to nearest.
+        into: [B], contiguous, fp64: a tensor that is increased by the result and returned. So
+            calls can add up a norm over several parameters. The addition rounds to nearest.
 
     Returns:
         [B], fp64: never below the squared norm in real arithmetic, and above it by at most a

@@ -81,7 +81,7 @@ class Side:
         """Return the runs in the format that kernels read.
 
         Kernels divide by the stride d of a run by multiplication: for 0 <= x < 2^31,
-        ``x // d = (2 x m // 2^32) // 2^l``, where l is the number of bits of d - 1, and m the
+        ``x // d = (2 * x * m // 2^32) // 2^l``, where l is the number of bits of d - 1, and m the
         least integer >= ``2^(31 + l) / d``. Source: Granlund and Montgomery, "Division by
         Invariant Integers using Multiplication", 1994, theorem 4.2.
 

@@ -4,7 +4,8 @@
 
 Errors follow from matrices and the accountant; nothing is trained. Banded noise uses cyclic
 Poisson sampling, independent noise (one band) Poisson sampling with the same expected batch size.
-`error` is that of `dpflash.noise.compare_bands`; `ratio` is the error over that of one band.
+`error` is computed by `dpflash.noise.compare_bands`; `ratio` is the error divided by the error of
+one band.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Comparison(NamedTuple):
     """Ways to train on windows of `tokens` tokens."""
 
     tokens: int
-    baseline: str  # the way from which differences are computed
+    baseline: str  # the setting from which differences are computed
     ways: Mapping[str, tuple[Pattern, dict[str, Any]]]  # pattern, and options of make_private
 
 
