@@ -181,7 +181,7 @@ def _mean(a: Law, b: Law, is_upper: bool) -> Law:
 
 
 def _columns(a: Law, b: Law, first: int) -> list[tuple[slice, float]]:
-    """Return slices of b to pair with rows of a, and weights. If a is b, each pair occurs once."""
+    """Return slices of b to pair with a's rows, and their weights: 2 for later rows if a is b."""
     if a is not b:
         return [(slice(None), 1.0)]
     end = first + _ROWS

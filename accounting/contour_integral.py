@@ -25,13 +25,13 @@ _Complex = NDArray[np.complex128]
 REMOVE, ADD = 1, -1
 OCTAVE = 16  # apexes are 2^(k / 16), so that nearby queries reuse cached cumulants
 TARGET_ERROR = 1e-10  # relative error of delta, if rounding allows
-_NARROW = 4  # from this `Contour.width` on a contour bends less
+_NARROW = 4  # contours of this `width` or more bend less
 _FINEST = 3  # halvings of the step
 _PIECE = 1.0  # length in t that is evaluated at once
 _EDGE_STEP = 0.5
 _LAST = 42.0  # t at which e^-t is far below rounding
 _REMAINDER_NODES = np.array([0.0, 0.3, 0.7, 1.2, 1.8, 2.5, 3.3, 4.2, 5.2, 6.5, 8.0, 10.0])  # t
-_ENOUGH, _ROUGH = 1e-12, 1e-4  # the real line, not a ray, is used up to these errors of M
+_ENOUGH, _ROUGH = 1e-12, 1e-4  # errors of M up to which the real line is used
 _FEW = 16
 _ROUNDING = 2.0**-52
 _UNKNOWN = 1e300  # error reported if the step is too coarse for a bound
@@ -104,7 +104,7 @@ def _known_cumulants(*at: Any) -> dict[Pair, tuple[_Complex, _Real]]:
 def _cumulants(
     pairs: Pairs, contour: Contour, piece: int, level: int, edges: bool, enough: float
 ) -> tuple[_Complex, _Real]:
-    """Return the composed cumulant and its error at the nodes of a piece, then of both edges."""
+    """Return the composed cumulant and its error, at a piece's nodes, then the edges' nodes."""
     known = _known_cumulants(contour, piece, level, edges, enough)
     missing = [pair for pair, _ in pairs if pair not in known]
     if len(known) + len(missing) > _MOST_KNOWN:
@@ -174,7 +174,7 @@ class ContourIntegral:
         return best
 
     def _sum(self, epsilon: float, level: int) -> tuple[float, float, float, float]:
-        """Return delta, its derivative, and two errors: by rounding and length, by the step."""
+        """Return delta, its derivative, error of rounding and length, and error of the step."""
         step = self.contour.step(level)
         value = slope = rounding = strip = tail = largest = coarser = 0.0
         edge_open, peaks, edge_tails = [True, True], [0.0, 0.0], [0.0, 0.0]

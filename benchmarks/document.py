@@ -198,7 +198,7 @@ ratio = SPEEDUP[1]
 
 
 def overhead(row: Row) -> float | None:
-    """Return a step's time over the time of the nonprivate step, the comparison's baseline."""
+    """Return a step's time divided by the nonprivate step's time, the comparison's baseline."""
     return None if row.get("speedup") is None else 1 / row["speedup"]
 
 

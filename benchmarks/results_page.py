@@ -171,7 +171,7 @@ def _bars(axis: Any, found: Mapping[str, Ends], form: str) -> None:
 
 
 def _accuracies(file: ResultFile) -> dict[str, dict[float, tuple[float, float]]]:
-    """Return {method: {epsilon: (mean, deviation) in percent}} for unit "entry", body frozen."""
+    """Return {method: {epsilon: (mean, deviation) in percent}} of unit "entry", frozen body."""
     own = [row for row in file.rows if (row["unit"], row["tuning"]) == ("entry", "frozen")]
     found: dict[str, dict[float, tuple[float, float]]] = {name: {} for name in _METHODS}
     for row in (row for row in own if row["method"] in found):

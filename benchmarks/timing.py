@@ -40,7 +40,7 @@ class Effort:
     def within(self, seconds: float, limit: float) -> Effort | None:
         """Return this effort if its calls, of `seconds` each, fit into `limit`, else fewer calls.
 
-        Fewer calls are 1 warm-up and 3 to 23 trials. If 3 trials do not fit, return None.
+        Reduced efforts have 1 warm-up and 3 to 23 trials. If 3 trials do not fit, return None.
         """
         if seconds * self.calls <= limit:
             return self

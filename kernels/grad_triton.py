@@ -124,7 +124,7 @@ def _gram_tile(
 ):  # fmt: skip
     """Return ``z_s . z_t`` for the tokens s of one tile and t of another, fp32.
 
-    Columns are summed in runs, then the sums of the runs: so each term is rounded less often.
+    The columns of each run are summed first, then the runs, so that a term is rounded less often.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_M], dtype=tl.float32)
     for run in range(0, width, RUN):

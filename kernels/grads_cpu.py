@@ -76,7 +76,7 @@ def grad_norm(
     squares = torch.empty(count, dtype=torch.float64, device="cpu")
     size = min(count, max(1, _AT_ONCE // (x.shape[2] * dy.shape[2])))
     for begin in range(0, count, max(1, size)):
-        # All parts have one size, since a product's bits may depend on its number of samples.
+        # All parts have the same size, since a product's bits may depend on the number of samples.
         begin = min(begin, count - size)
         part = slice(begin, begin + size)
         grads = reference.per_sample_grad(x[part], dy[part])

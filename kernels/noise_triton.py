@@ -62,7 +62,7 @@ _FAR_FROM = tl.constexpr(rounded_normal.FAR_FROM)
 _TAIL_ORIGIN = tl.constexpr(rounded_normal.TAIL_ORIGIN)
 _RELATIVE_ERROR = tl.constexpr(rounded_normal.RELATIVE_ERROR)
 _MAGNITUDE = tl.constexpr((1 << 63) - 1)
-# Counters before a list's columns: number of its elements, and of elements left to the CPU.
+# Two counters precede a list's columns: of its elements, and of elements left to the CPU.
 _COUNTERS = tl.constexpr(2)
 _COLUMNS = tl.constexpr(5)
 # Columns of a row of `_settle_table`.
@@ -559,6 +559,6 @@ def kind_of(stream: NoiseStream | None, *tensors: Tensor) -> tuple[object, ...]:
 
 
 def settle_unless_kept(found: OpenList) -> None:
-    """Settle a list at once, unless its streams have `unsettled`, a list for later settling."""
+    """Settle a list at once, unless its streams collect lists in `unsettled` to settle later."""
     if found.streams[0].unsettled is None:
         settle([found])
