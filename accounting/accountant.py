@@ -87,7 +87,7 @@ class Accountant(ABC):
         _validate.one_of(neighboring_relation=(neighboring_relation, RELATIONS))
         self.neighboring_relation = neighboring_relation
         self._is_held = False
-        self._ledger: str | None = None  # the file that has all counted releases
+        self._ledger: str | None = None  # its path; it has all counted releases
         self.unit: str | None = None  # the privacy unit of the engines that use this accountant
         self._history: list[Phase] = []
         self._events: list[tuple[Event, int]] = []
@@ -117,7 +117,7 @@ class Accountant(ABC):
         self._events = events
 
     def hold(self, *, ledger: str | None = None) -> None:
-        """From now on, raise if a loaded state or an assigned history lacks a counted release.
+        """From now on, refuse loaded states and assigned histories that lack counted releases.
 
         An engine calls this method. With a ledger, releases are added only within `counting`, and
         no other engine may use this accountant, because the other engine's releases would be

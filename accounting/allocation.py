@@ -104,7 +104,7 @@ def _one_step(deviation: float, is_upper: bool) -> Law:
     high = math.ceil((_REACH + deviation / 2) / width)
     index = np.arange(low, high + 1)
     cells = index[:-1, None] + (1 + _POINTS) / 2
-    x = cells * width + deviation / 2  # in deviations
+    x = cells * width + deviation / 2  # in standard deviations
     masses = np.exp(-np.square(x) / 2) * (_WEIGHTS * (width / math.sqrt(8 * math.pi)))
     if not is_upper:
         moment = (masses * np.exp(cells * spacing)).sum(axis=1)

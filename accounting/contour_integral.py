@@ -40,7 +40,7 @@ _LOG = math.log(2) / OCTAVE
 _MOST_WIDTH = 7  # a narrower contour bends into a region of large K
 _CUT_FROM = 1.5  # noise above which leaving out far outputs may help
 _TRIES = 24
-_MOST_KNOWN = 1024  # pairs
+_MOST_KNOWN = 1024  # number of cached pairs
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ _NO_GUARD = (
 )
 
 _SECONDS_TO_START = 120.0
-_SECONDS_BEHIND = 60.0  # collectives time out later than the function, whose error names ranks
+_SECONDS_BEHIND = 60.0  # collectives time out after the function, whose error names the ranks
 # A rank that lost another rank waits this long, so that the other rank's failure is reported.
 _SECONDS_FOR_OTHERS = 3.0
 # Messages of gloo's plain RuntimeError about a rank that is gone.

@@ -46,8 +46,8 @@ PROVIDERS = (NONPRIVATE, *DPFLASH, *PEERS)
 MAX_GRAD_NORM = 0.1
 # Allowed relative errors of the gradient of the parameter with the largest error.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
-# If dpflash computes norms without per-sample gradients, it adds a bound of the rounding error, at
-# most this fraction of the norm. The bound of Gram matrices on a GPU is larger.
+# If dpflash computes norms without per-sample gradients, it adds a bound of the rounding error,
+# which is at most this fraction of the norm. The bound of Gram matrices on a GPU is larger.
 _HIGHEST_BOUND = {"cpu": 1e-3, "cuda": 0.05}
 
 Optimize = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]

@@ -1,9 +1,9 @@
 """Runs a benchmark: checks and times calls, and writes the results as JSON, a page and a picture.
 
-A benchmark (`Suite`) is a plan of comparisons. Calls that are compared take turns, so that their
-ratios are right on a shared machine too. If a row's result is wrong, or its call cannot run here,
-the row has a reason in place of figures. The JSON is written again after each comparison, and the
-page and the picture also after Ctrl-C, so that no measurement is lost.
+A benchmark (`Suite`) is a plan of comparisons. Calls that are compared take turns, so that the
+ratios of their times are also right on a shared machine. If a row's result is wrong, or its call
+cannot run here, the row has a reason in place of figures. The JSON is written again after each
+comparison, and the page and the picture also after Ctrl-C, so that no measurement is lost.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ _FULL = 0.8
 
 
 class Work(NamedTuple):
-    """The work of a call."""
+    """The FLOP and the moved bytes of a call."""
 
     flops: float  # FLOP of matrix products and of attention's pairs; other operations count 0
     moved_bytes: float  # bytes of inputs and outputs, summed over torch operations

@@ -132,9 +132,9 @@ def attention_backward(
         bias_grad: also return the gradient of the bias.
         squares: also return the squared norms of (dq, dk, dv).
         wide: return dq, dk and dv in the dtype of lse, without rounding them.
-        all_keys: o and lse are over exactly the keys of the graph. A backend that sums in float64
-            then subtracts the error of delta from the gradient of the slopes. all_keys has no
-            effect here and on a GPU, where float32 sums have an error of the same size.
+        all_keys: whether o and lse are results over exactly the graph's keys. If so, a backend
+            that sums in float64 subtracts delta's error from the slopes' gradient. all_keys has no
+            effect here or on a GPU, where float32 sums have an error of the same size.
 
     Returns:
         See `AttentionGrads`. Sums are taken in float32 before dq, dk and dv are rounded; squared

@@ -180,7 +180,7 @@ def _polynomials(x, ABOVE: tl.constexpr, BELOW: tl.constexpr):
 
 @triton.jit
 def _quantiles(magnitudes, FAR: tl.constexpr):
-    """Return the x with P(N > x) = magnitudes 2^-64, fp64; see `rounded_normal.tail_quantiles`.
+    """Return x with P(N > x) = magnitudes * 2^-64, fp64; see `rounded_normal.tail_quantiles`.
 
     magnitudes: int64, above 0; without FAR at least 2^28, which is a tail of at least 2^-36.
 
@@ -453,7 +453,7 @@ def expected_capacity(elements: int, scale: float) -> int:
     """Return four times the mean number of undecided elements, plus 128.
 
     A list needs more with probability below 2^-100. An element is undecided with probability at
-    most 2^-46 (scale + 1).
+    most 2^-46 * (scale + 1).
     """
     return min(elements, math.ceil(elements * (scale + 1) * 2.0**-44) + 128)
 

@@ -4,8 +4,8 @@ Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of an embe
 E its width, P elements of a parameter. A linear layer y = x W^T has the per-sample gradient
 G_i = dy_i^T x_i. All sums are accumulated in fp32 or wider, whatever the operands' dtype.
 
-Without `spans` a sample is a row of [B, T, ...]. With `spans` operations take [1, N, ...], one row
-with the N tokens of U samples, each a span of tokens, and return [U, ...] in place of [B, ...].
+Without `spans` a sample is a row of [B, T, ...]. With `spans` operations take one row [1, N, ...]
+of N tokens, in which each of U samples is a span, and return [U, ...] in place of [B, ...].
 
 A factor of exactly 0 removes its sample, even if the sample holds NaN or Inf.
 """
@@ -142,9 +142,9 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
             calls can add up a norm over several parameters. The addition rounds to nearest.
 
     Returns:
-        [B], fp64: never below the squared norm in real arithmetic, and above it by at most a
-        relative (P + 1) 2^-51. Not finite if an element of the sample is not. A sample's bits do
-        not depend on other samples.
+        [B], fp64: never below the squared norm in real arithmetic, and relative to it at most (P +
+        1) * 2^-51 above it. Not finite if an element of the sample is not. A sample's bits do not
+        depend on other samples.
     """
     first = grads[0]
     if into is None:
@@ -218,8 +218,8 @@ def per_sample_bias_grad(dy: Tensor) -> Tensor:
 def grad_inner(x: Tensor, dy: Tensor, other_x: Tensor, other_dy: Tensor) -> Tensor:
     """Compute <G_i, H_i> for G = dy^T x and H = other_dy^T other_x, without forming G or H.
 
-    It is the sum over tokens s, t of (x_s . other_x_t)(dy_s . other_dy_t), in fp64: the terms may
-    cancel by many orders of magnitude, and the rounding of fp32 could exceed the result.
+    It is the sum over tokens s, t of (x_s . other_x_t)(dy_s . other_dy_t), in fp64. The terms may
+    cancel by many orders of magnitude, so fp32 rounding could exceed the result.
 
     Args:
         x, other_x: [B, S, I] and [B, T, I].
@@ -305,7 +305,7 @@ def grad_magnitude(x: Tensor, dy: Tensor) -> Tensor:
 
 
 def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor, *, spans: Spans | None = None) -> Tensor:
-    """Compute sum_i factors_i dy_i^T x_i as one product.
+    """Compute sum_i factors_i * dy_i^T x_i as one product.
 
     Args:
         x: [B, T, I], fp16, bf16, fp32 or fp64: B samples of T tokens with I inputs each.
@@ -336,14 +336,14 @@ def clip_reduce(
     into: Tensor | None = None,
     noise: NoiseStream | None = None,
 ) -> Tensor:
-    """Compute the clipped sum sum_i factors_i grads_i, and add noise if a stream is given.
+    """Compute the clipped sum sum_i factors_i * grads_i, and add noise if a stream is given.
 
     Args:
         grads: [B, ...], B samples, fp16, bf16, fp32 or fp64.
         factors: [B], fp32 or narrower (for fp64 grads also fp64), each from 0 to the bound
             divided by the sample's norm, rounded down. A factor that is negative, NaN or greater
             breaks the bound. Factors are not checked, since a check would wait for the GPU.
-        grid: a power of two: each factors_i grads_i is truncated toward zero onto the grid, and
+        grid: a power of two: each factors_i * grads_i is truncated toward zero onto the grid, and
             the sum is exact. None for a rounded sum in fp32 (fp64).
         into: [...], contiguous, fp64, on the grid: the sum of earlier samples, to which the sum of
             these samples is added in place. It requires a grid, and excludes noise.
@@ -356,8 +356,8 @@ def clip_reduce(
     Guarantees:
         A factor of exactly 0 removes its sample, even if the sample holds NaN or Inf. With a grid
         the result has the same bits for every order of the samples and every division into
-        batches, as long as sums stay below 2^53 grid, and sample i changes the result by at most
-        factors_i ||grads_i||.
+        batches, as long as sums stay below 2^53 * grid, and sample i changes the result by at most
+        factors_i * ||grads_i||.
     """
     factors, grads = _without_removed(factors, grads)
     wide = torch.promote_types(grads.dtype, torch.float32)

@@ -59,7 +59,7 @@ def in_sequence(lengths: tuple[int, ...]) -> Spans:
 
 @functools.lru_cache(maxsize=64)
 def chunks(spans: Spans, most: int) -> tuple[Spans, Spans]:
-    """Cut each span into chunks of <= `most` tokens; return (chunks, each span's chunk range)."""
+    """Cut spans into chunks of <= `most` tokens; return chunks, and each span's chunk range."""
     cut = [
         [(first, min(first + most, end)) for first in range(start, end, most)] or [(start, end)]
         for start, end in spans

@@ -47,7 +47,6 @@ def rows():
 
 
 def main():
-    """Print the table, and write it with --out."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="the JSON to write")
     out = parser.parse_args().out

@@ -173,7 +173,7 @@ class Classifier(nn.Module):
 
 
 class Users(Dataset):
-    """Users as entries: up to k random texts, new in each call, padded by rows without tokens."""
+    """Dataset of users: each call draws up to k texts of a user, padded by rows without tokens."""
 
     def __init__(self, texts: Texts, k: int) -> None:
         owned = defaultdict(list)

@@ -43,7 +43,7 @@ DENSE: Pattern = Dense(causal=True)
 
 
 class Comparison(NamedTuple):
-    """Ways to train on windows of `tokens` tokens."""
+    """Settings to compare, for training on windows of `tokens` tokens."""
 
     tokens: int
     baseline: str  # the setting from which differences are computed

@@ -58,7 +58,6 @@ def row(steps, epochs, epsilon):
 
 
 def main():
-    """Print the table, and write it with --out."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="the JSON to write")
     out = parser.parse_args().out
