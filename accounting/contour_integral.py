@@ -435,7 +435,7 @@ def _chernoff_epsilon(cumulant: float, k: int, delta: float) -> float:
 
 
 def _chernoff_log_delta(cumulant: float, k: int, epsilon: float) -> float:
-    """Bound log delta, by (1 - e^-u)_+ <= e^(c u) max_x (1 - e^-x) e^(-c x) at u = L - epsilon."""
+    """Bound log delta, as (1 - e^-u)_+ <= e^(c u) max_x (1 - e^-x) e^(-c x), u = L - epsilon."""
     c = 2.0 ** (k / OCTAVE)
     return cumulant - c * epsilon - _entropy(c)
 

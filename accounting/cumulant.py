@@ -376,7 +376,7 @@ def _tail_exponent(pair: Pair, order: complex, angle: float = 0.0) -> float:
     """Return the largest exponent of the integrand beyond the coarse path."""
     s = pair.noise
     growth = pair.examples * (order * np.exp(1j * angle)).real
-    # Beyond the path the Gaussian decays faster than e^(growth y) grows, and the loss grows at
+    # Beyond the path the Gaussian decays faster than e^(growth * y) grows, and the loss grows at
     # most as fast as y times the number of examples.
     if growth < _FARTHEST * s * (1 - math.tan(angle) ** 2):
         return -math.inf

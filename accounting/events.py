@@ -150,14 +150,14 @@ class UnitPoissonGaussian(PoissonGaussian):
             costs the same as `PoissonGaussian`.
 
     Guarantees:
-        The pair sum over j of Binom(k, sample_rate)(j) N(j, noise_multiplier^2) against
-        N(0, noise_multiplier^2) dominates the sum of one step on any two neighbors, in both
-        directions, and is attained. Let J be the number of the unit's drawn examples and V their
-        contribution divided by the bound, so that |V| <= J. Under Q, P / Q is a sum of lognormals,
-        one for each value of V, so E (P / Q - alpha)_+ is greatest if all V point in one direction
-        (comonotone terms have the greatest sum in convex order). Then P / Q increases with the
-        output, the event P / Q > alpha is a half-line, and its probability increases with V. A
-        unit of fewer examples has a stochastically smaller J.
+        The mixture sum over j of Binom(k, sample_rate)(j) * N(j, noise_multiplier^2) and N(0,
+        noise_multiplier^2) are a pair that dominates the sum of one step on any two neighbors, in
+        both directions, and is attained. Let J be the number of the unit's drawn examples and V
+        their contribution divided by the bound, so that |V| <= J. Under Q, P / Q is a sum of
+        lognormals, one for each value of V, so E (P / Q - alpha)_+ is greatest if all V point in
+        one direction (comonotone terms have the greatest sum in convex order). Then P / Q
+        increases with the output, the event P / Q > alpha is a half-line, and its probability
+        increases with V. A unit of fewer examples has a stochastically smaller J.
 
     Source:
         Mixture of Gaussians mechanisms: Choquette-Choo, Ganesh, Steinke, Thakurta 2024 (arXiv
@@ -445,7 +445,7 @@ def joint_noise_multiplier(noise_multipliers: Sequence[float]) -> float:
     """Return one noise multiplier for groups of coordinates with separate clipping and noise.
 
     Args:
-        noise_multipliers: each group's standard deviation of noise, divided by its bound.
+        noise_multipliers: for each group, the noise's standard deviation divided by the bound.
 
     Returns:
         (sum of 1 / noise_multiplier^2)^(-1/2): with this noise multiplier, all groups of one batch

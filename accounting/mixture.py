@@ -34,7 +34,7 @@ _NEAR = 0.5  # absolute loss below which a formula that keeps precision is used
 
 
 class Mixture:
-    """The loss of sum over j of p_j N(j, s^2) against N(0, s^2)."""
+    """The privacy loss of the mixture sum over j of p_j * N(j, s^2) against N(0, s^2)."""
 
     def __init__(self, noise: float, rate: float, examples: int) -> None:
         self.noise, self.rate, self.examples = noise, rate, examples

@@ -225,7 +225,7 @@ def speedup(own: Sequence[float], other: Sequence[float]) -> Ratio:
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the exponent p of ``value = c size^p``, and the ends of its 95% interval.
+    """Return the exponent p of ``value = c * size^p``, and the ends of its 95% interval.
 
     The exponent is fitted to the logarithms of at least three different sizes.
     """

@@ -137,7 +137,7 @@ def _slopes_error(
 
 
 def _visits_all_rows(graph: TileGraph) -> bool:
-    """Return whether each row is in a group: the kernels write o, lse and dq of such rows only."""
+    """Return whether each row is in a group. Kernels write o, lse and dq of such rows only."""
     return not graph.rows.runtime and graph.rows.is_complete(graph.num_queries)
 
 

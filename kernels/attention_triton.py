@@ -149,7 +149,7 @@ def _is_seen(columns, row_begin, row_seen):
 
 @triton.jit
 def _plus_product(total, weights, x, ptr, PRECISION: tl.constexpr):
-    """Return ``total + weights x``, with weights rounded to the dtype of the tensor at `ptr`."""
+    """Return ``total + weights @ x``, with weights rounded to the dtype of the tensor at `ptr`."""
     rounded = weights.to(ptr.dtype.element_ty).to(x.dtype)
     return tl.dot(rounded, x, total, input_precision=PRECISION)
 

@@ -499,7 +499,7 @@ def _norm_sums(
     *,
     sums: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Sum dy (x - mean) rstd and dy over all dimensions but samples and the normalised shape."""
+    """Sum dy * (x - mean) * rstd and dy over all but samples and the normalised shape."""
     operands = _rows(dy, shape), _rows(x, shape), mean, rstd
     if spans is None:
         products, totals = _token_sums(*operands, None, sums)
@@ -537,7 +537,7 @@ def _token_sums(
     spans: Spans | None,
     sums: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Sum dy (x - mean) rstd and dy over chunks of tokens.
+    """Sum dy * (x - mean) * rstd and dy over chunks of tokens.
 
     Returns:
         Two tensors [B, chunks, E] or, for spans no longer than a chunk, [1, U, E]; fp32, fp64 for

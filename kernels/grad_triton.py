@@ -427,7 +427,7 @@ def _token_sums_kernel(
     CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
     PRODUCTS: tl.constexpr, HAS_MEAN: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write ``sum_t dy (x - mean) rstd`` and ``sum_t dy`` of a chunk of tokens, [B, chunks, E].
+    """Write ``sum_t dy * (x - mean) * rstd``, ``sum_t dy`` of a chunk of tokens, [B, chunks, E].
 
     Each span is one chunk: [U, E]. ``sum_t dy`` is in the dtype of sums_ptr, fp32 or fp64.
     """

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _FUSED_CALL_ELEMENTS = 1 << 15
 # Elements of per-sample gradients that are widened to fp64 at a time.
 _CHUNK = 1 << 18
-# Bound of the relative fp64 error of a sum of <= 2^12 squares, its root, a quotient, a product.
+# Bound of the relative fp64 error of a sum of <= 2^12 squares, then a root, quotient, product.
 FP64_SLACK = 2.0**-40
 # A computed root times this factor is below the exact root, also after a few rounded products.
 ROOT_SLACK = 1.0 - 2.0**-50
@@ -39,7 +39,7 @@ ROOT_SLACK = 1.0 - 2.0**-50
 HARMLESS_CANCELLATION = 256.0
 # A sum of terms whose magnitudes add up to less than this does not overflow in fp32.
 LARGEST_TERMS = 2.0**126
-# log2 of the relative rounding of fp32 products. A GPU (True) computes each by three in TF32.
+# log2 of the relative rounding of fp32 products; on a GPU (True) one is three TF32 products.
 PRODUCT_BITS = {False: -24, True: -20}
 # gamma of automatic clipping, as in the paper.
 STABILITY = 0.01
@@ -142,8 +142,8 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
             calls can add up a norm over several parameters. The addition rounds to nearest.
 
     Returns:
-        [B], fp64: never below the squared norm in real arithmetic, and relative to it at most (P +
-        1) * 2^-51 above it. Not finite if an element of the sample is not. A sample's bits do not
+        [B], fp64: never below the squared norm in real arithmetic; its relative excess is at most
+        (P + 1) * 2^-51. Not finite if an element of the sample is not. A sample's bits do not
         depend on other samples.
     """
     first = grads[0]

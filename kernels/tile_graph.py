@@ -311,7 +311,7 @@ def _edges_per_variant(side: Side) -> Tensor:
 
 
 def _pairs(column: int, stride: int, length: int, step: int, count: int, lo: int, hi: int) -> int:
-    """Count the pairs of a row, from 0, and a column, from `column`, that are within the band."""
+    """Count pairs (row, column) within the band, of rows from 0 and columns from `column` on."""
     if lo <= -UNBOUNDED and hi >= UNBOUNDED:
         return length * count
     row = stride * torch.arange(length)
