@@ -38,7 +38,7 @@ _ROWS = 32  # rows evaluated together
 _UNIT = 2.0**-53
 _MASS_ERROR = 1e-13  # relative error of one step's masses
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(8)
-POSITION_ERROR = 1e-11  # error of log A by the rounding of all doublings
+POSITION_ERROR = 1e-11  # error of log A that the rounding of all doublings causes
 
 
 @dataclass(frozen=True)

@@ -377,7 +377,7 @@ class RealAxis:
     def _contour(
         self, epsilon: float, cut: float | None, small: bool
     ) -> tuple[Contour, float] | None:
-        """Return a contour through the modulus's minimum, and roughly the log of the minimum."""
+        """Return a contour through the modulus's minimum, and the minimum's approximate log."""
         if small and (self.side != REMOVE or epsilon == 0):
             return None
 

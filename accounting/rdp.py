@@ -123,7 +123,7 @@ def _default_rdp(pair: Pair) -> _Array:
 
 
 def _quadrature_rdp(pair: Pair, orders: _Array) -> _Array:
-    """Compute RDP by quadrature: the greater of both directions (equal for symmetric pairs)."""
+    """Compute RDP by quadrature: the greater of both directions' values (equal if symmetric)."""
     whole = orders / (2 * pair.whole_noise**2)
     rdp = np.zeros_like(orders)
     for signed in (orders,) if pair.symmetric else (orders, 1 - orders):

@@ -182,7 +182,7 @@ def _accuracies(file: ResultFile) -> dict[str, dict[float, tuple[float, float]]]
 
 
 def _ratios(file: ResultFile, shape: str) -> dict[str, Ends]:
-    """Return {provider: time over a non-private step, with the ends of its 95% interval}."""
+    """Return {provider: time divided by a non-private step's, and ends of the 95% interval}."""
     found = {}
     for row in file.rows:
         provider = row["name"].removeprefix(f"step/{shape}/")

@@ -62,7 +62,7 @@ _FAR_FROM = tl.constexpr(rounded_normal.FAR_FROM)
 _TAIL_ORIGIN = tl.constexpr(rounded_normal.TAIL_ORIGIN)
 _RELATIVE_ERROR = tl.constexpr(rounded_normal.RELATIVE_ERROR)
 _MAGNITUDE = tl.constexpr((1 << 63) - 1)
-# Two counters precede a list's columns: of its elements, and of elements left to the CPU.
+# Two counts precede a list's columns: of all elements, and of elements left to the CPU.
 _COUNTERS = tl.constexpr(2)
 _COLUMNS = tl.constexpr(5)
 # Columns of a row of `_settle_table`.
