@@ -87,7 +87,7 @@ class Accountant(ABC):
         _validate.one_of(neighboring_relation=(neighboring_relation, RELATIONS))
         self.neighboring_relation = neighboring_relation
         self._is_held = False
-        self._ledger: str | None = None  # the file that has all counted releases
+        self._ledger: str | None = None  # its path; it has all counted releases
         self.unit: str | None = None  # the privacy unit of the engines that use this accountant
         self._history: list[Phase] = []
         self._events: list[tuple[Event, int]] = []
@@ -117,7 +117,7 @@ class Accountant(ABC):
         self._events = events
 
     def hold(self, *, ledger: str | None = None) -> None:
-        """From now on, raise if a loaded state or an assigned history lacks a counted release.
+        """From now on, refuse loaded states and assigned histories that lack counted releases.
 
         An engine calls this method. With a ledger, releases are added only within `counting`, and
         no other engine may use this accountant, because the other engine's releases would be
@@ -153,7 +153,7 @@ class Accountant(ABC):
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
-        """Context manager to count a ledger's releases; an error undoes `hold` and the counts."""
+        """Count a ledger's releases in this context; an error undoes the counts and `hold`."""
         before = {**vars(self), "_is_held": False, "_ledger": None, "_history": [], "_events": []}
         try:
             yield
@@ -322,8 +322,9 @@ class Accountant(ABC):
 
         Source:
             Dong, Roth, Su 2022, Proposition 2.5 (Wasserman and Zhou 2010):
-            beta = max over epsilon of 1 - delta - e^epsilon alpha and e^-epsilon (1 - delta -
-            alpha). Any epsilon gives a valid bound, so an inexact search is safe.
+            beta is the maximum, over all epsilon, of the two bounds 1 - delta - e^epsilon * alpha
+            and e^-epsilon * (1 - delta - alpha). Any epsilon gives valid bounds, so an inexact
+            search is safe.
         """
         _validate.error_rate(alpha=alpha)
 
@@ -343,7 +344,8 @@ class Accountant(ABC):
 
         Returns:
             delta at epsilon 0, which is the total variation distance. For every attack, the true
-            minus the false positive rate is at most delta, the accuracy at most (1 + delta) / 2.
+            positive rate minus the false positive rate is at most delta, and the accuracy is at
+            most (1 + delta) / 2.
 
         Source:
             Yeom et al. 2018, Definition 4; Kairouz, Oh, Viswanath 2015.
@@ -603,7 +605,7 @@ def with_failure(
     Returns:
         Bounds of epsilon. The upper bound has delta_M(epsilon) + (1 + e^epsilon) m <= delta, and
         is inf if no such epsilon was found. It is at most 1e-9 above the smallest such epsilon if
-        m is small against delta, and somewhat farther above if such an epsilon barely exists.
+        m is much smaller than delta, and somewhat farther above if such an epsilon barely exists.
     """
     upper = _least_upper(failure, delta, get_epsilon, get_delta)
     reached = delta + _cost(upper, failure)

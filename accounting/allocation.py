@@ -1,12 +1,12 @@
 """The privacy loss of one step out of n, chosen at random: certified laws of a mean of lognormals.
 
 Letters: s is the noise, and R = e^((2x - 1) / (2 s^2)), x ~ N(0, s^2), the likelihood ratio of a
-step that was chosen and one that was not. The ratio of all n steps is A = (R_1 + ... + R_n) / n,
-under Q a mean of independent copies, and
+step's output, chosen against not chosen. The ratio of all n steps is A = (R_1 + ... + R_n) / n,
+the mean of independent copies of R under Q, and
 
     delta = E_Q (A - e^epsilon)_+  (remove),    delta = E_Q (1 - e^epsilon A)_+  (add).
 
-Both are convex in A, also in compositions, which multiply the A of their parts. So a law (a
+Both are convex in A, also in the A of a composition, the product of its parts' A. So a law (a
 distribution of A) that is greater in convex order gives an upper bound, and a lesser law a lower
 bound. Splitting mass onto two values of A with the same mean makes a law greater. Merging mass at
 the mean makes a law lesser; for the two functions above, so does leaving mass out. Means of
@@ -38,7 +38,7 @@ _ROWS = 32  # rows evaluated together
 _UNIT = 2.0**-53
 _MASS_ERROR = 1e-13  # relative error of one step's masses
 _POINTS, _WEIGHTS = np.polynomial.legendre.leggauss(8)
-POSITION_ERROR = 1e-11  # error of log A by the rounding of all doublings
+POSITION_ERROR = 1e-11  # error of log A that the rounding of all doublings causes
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ def law_of(noise: float, steps: int, is_upper: bool) -> Law:
 
 def _one_step(deviation: float, is_upper: bool) -> Law:
     """Return the law of R, whose logarithm is N(-deviation^2 / 2, deviation^2)."""
-    # Doubling n halves the A of a single large R: half of a grid value must be on the grid too.
+    # Doubling n halves A if only one R is large, so half of a grid value must be on the grid.
     spacing = math.log(2) / max(1, math.ceil(math.log(2) / (_FINENESS * deviation)))
     width = spacing / deviation
     low = math.floor((-_REACH - deviation / 2) / width)
     high = math.ceil((_REACH + deviation / 2) / width)
     index = np.arange(low, high + 1)
     cells = index[:-1, None] + (1 + _POINTS) / 2
-    x = cells * width + deviation / 2  # in deviations
+    x = cells * width + deviation / 2  # in standard deviations
     masses = np.exp(-np.square(x) / 2) * (_WEIGHTS * (width / math.sqrt(8 * math.pi)))
     if not is_upper:
         moment = (masses * np.exp(cells * spacing)).sum(axis=1)
@@ -181,7 +181,7 @@ def _mean(a: Law, b: Law, is_upper: bool) -> Law:
 
 
 def _columns(a: Law, b: Law, first: int) -> list[tuple[slice, float]]:
-    """Return (slice of b, weight) to pair with rows of a; if a is b, later pairs count twice."""
+    """Return slices of b to pair with a's rows, and their weights: 2 for later rows if a is b."""
     if a is not b:
         return [(slice(None), 1.0)]
     end = first + _ROWS

@@ -160,7 +160,7 @@ def _has_moderate_noise(pairs: Pairs) -> bool:
 
 
 def _is_lattice(pairs: Pairs) -> bool:
-    """Return whether a step's loss has almost only two values: its transform does not decay.
+    """Return whether a loss takes almost only two values, so that its transform does not decay.
 
     The integrand along a contour then falls below the rounding error and rises again.
     """
@@ -216,7 +216,7 @@ def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Bounds:
 
 
 def _largest_added_loss(pairs: Pairs) -> float:
-    """Return the supremum of the loss for "add", that of outputs that prove a sample's absence."""
+    """Return the "add" loss's supremum: the loss of outputs that prove a sample's absence."""
     if any(pair.rate == 1 for pair, _ in pairs):
         return math.inf
     return -math.fsum(count * pair.log_absence for pair, count in pairs)

@@ -25,13 +25,13 @@ _Complex = NDArray[np.complex128]
 REMOVE, ADD = 1, -1
 OCTAVE = 16  # apexes are 2^(k / 16), so that nearby queries reuse cached cumulants
 TARGET_ERROR = 1e-10  # relative error of delta, if rounding allows
-_NARROW = 4  # from this `Contour.width` on a contour bends less
+_NARROW = 4  # contours of this `width` or more bend less
 _FINEST = 3  # halvings of the step
 _PIECE = 1.0  # length in t that is evaluated at once
 _EDGE_STEP = 0.5
 _LAST = 42.0  # t at which e^-t is far below rounding
 _REMAINDER_NODES = np.array([0.0, 0.3, 0.7, 1.2, 1.8, 2.5, 3.3, 4.2, 5.2, 6.5, 8.0, 10.0])  # t
-_ENOUGH, _ROUGH = 1e-12, 1e-4  # the real line, not a ray, is used up to these errors of M
+_ENOUGH, _ROUGH = 1e-12, 1e-4  # errors of M up to which the real line is used
 _FEW = 16
 _ROUNDING = 2.0**-52
 _UNKNOWN = 1e300  # error reported if the step is too coarse for a bound
@@ -40,7 +40,7 @@ _LOG = math.log(2) / OCTAVE
 _MOST_WIDTH = 7  # a narrower contour bends into a region of large K
 _CUT_FROM = 1.5  # noise above which leaving out far outputs may help
 _TRIES = 24
-_MOST_KNOWN = 1024  # pairs
+_MOST_KNOWN = 1024  # number of cached pairs
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _known_cumulants(*at: Any) -> dict[Pair, tuple[_Complex, _Real]]:
 def _cumulants(
     pairs: Pairs, contour: Contour, piece: int, level: int, edges: bool, enough: float
 ) -> tuple[_Complex, _Real]:
-    """Return the composed cumulant and its error at a piece's nodes, then at both edges' nodes."""
+    """Return the composed cumulant and its error, at a piece's nodes, then the edges' nodes."""
     known = _known_cumulants(contour, piece, level, edges, enough)
     missing = [pair for pair, _ in pairs if pair not in known]
     if len(known) + len(missing) > _MOST_KNOWN:
@@ -159,7 +159,7 @@ class ContourIntegral:
         self._factors: dict[tuple[float, int, float], tuple[_Complex, _Complex]] = {}
 
     def delta(self, epsilon: float) -> tuple[float, float, float]:
-        """Return delta, its error bound (without edges: of rounding only), and its derivative."""
+        """Return delta, its error bound (of rounding only if not `edges`), and its derivative."""
         best = (math.nan, math.inf, math.nan)
         for level in range(_FINEST + 1 if self.edges else 1):
             value, slope, rounding, strip = self._sum(epsilon, level)
@@ -174,7 +174,7 @@ class ContourIntegral:
         return best
 
     def _sum(self, epsilon: float, level: int) -> tuple[float, float, float, float]:
-        """Return delta, its derivative, its error by rounding and length, its error by step."""
+        """Return delta, its derivative, error of rounding and length, and error of the step."""
         step = self.contour.step(level)
         value = slope = rounding = strip = tail = largest = coarser = 0.0
         edge_open, peaks, edge_tails = [True, True], [0.0, 0.0], [0.0, 0.0]
@@ -204,7 +204,7 @@ class ContourIntegral:
             tail = _tail_bound(size[:end], largest, end < len(t), tail)
             behind = size[end:][size[end:] > 2 * noise[end:]]
             if behind.size and not float(behind.max()) < 1e-3 * largest:
-                # The integrand rises again: the terms after `end` were a gap, not the tail.
+                # The integrand rises again, so the small terms after `end` are not its tail.
                 tail = math.inf
             if self.edges:
                 sides = self._edges(epsilon, piece, cumulant[len(t) :], error[len(t) :])
@@ -377,7 +377,7 @@ class RealAxis:
     def _contour(
         self, epsilon: float, cut: float | None, small: bool
     ) -> tuple[Contour, float] | None:
-        """Return a contour through the modulus's minimum, and roughly the log of the minimum."""
+        """Return a contour through the modulus's minimum, and the minimum's approximate log."""
         if small and (self.side != REMOVE or epsilon == 0):
             return None
 
@@ -435,7 +435,7 @@ def _chernoff_epsilon(cumulant: float, k: int, delta: float) -> float:
 
 
 def _chernoff_log_delta(cumulant: float, k: int, epsilon: float) -> float:
-    """Bound log delta, by (1 - e^-u)_+ <= e^(c u) max_x (1 - e^-x) e^(-c x) at u = L - epsilon."""
+    """Bound log delta, as (1 - e^-u)_+ <= e^(c u) max_x (1 - e^-x) e^(-c x), u = L - epsilon."""
     c = 2.0 ** (k / OCTAVE)
     return cumulant - c * epsilon - _entropy(c)
 

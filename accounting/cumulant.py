@@ -44,7 +44,7 @@ _SPLIT = 1e-14  # error of M above which fewer orders are evaluated together
 _TOGETHER = 32  # orders evaluated together
 _PAIRS_TOGETHER = 64
 _AT_ONCE = 1 << 15  # terms computed at once, so that they stay in a cache
-_COARSE = 256  # nodes
+_COARSE = 256  # number of nodes
 _MOST_NODES = 6_000
 _HEIGHTS = (0.03, 0.06, 0.12, 0.2, 0.35, 0.6, 1.0, 1.5)  # values of Im y tried in _mixture_step
 _SMALL = 0.1
@@ -376,7 +376,7 @@ def _tail_exponent(pair: Pair, order: complex, angle: float = 0.0) -> float:
     """Return the largest exponent of the integrand beyond the coarse path."""
     s = pair.noise
     growth = pair.examples * (order * np.exp(1j * angle)).real
-    # Beyond the path the Gaussian decays faster than e^(growth y) grows, and the loss grows at
+    # Beyond the path the Gaussian decays faster than e^(growth * y) grows, and the loss grows at
     # most as fast as y times the number of examples.
     if growth < _FARTHEST * s * (1 - math.tan(angle) ** 2):
         return -math.inf

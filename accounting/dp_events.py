@@ -216,7 +216,7 @@ class _Reader:
         raise _unknown(given)
 
     def _mixture(self, given: Any) -> Event:
-        """Convert a mixture of Gaussians over the number of drawn examples of a unit."""
+        """Convert a mixture of Gaussians, one for each number of a unit's drawn examples."""
         examples = len(given.sensitivities) - 1
         if examples < 1 or list(given.sensitivities) != list(range(examples + 1)):
             raise _unknown(given, f" with the sensitivities {list(given.sensitivities)!r}")

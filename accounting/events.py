@@ -20,7 +20,7 @@ from .pairs import Pair
 
 ADD_REMOVE, ZERO_OUT, REPLACE_ONE = "add_remove", "zero_out", "replace_one"
 RELATIONS = (ADD_REMOVE, ZERO_OUT, REPLACE_ONE)
-_MOST_EXAMPLES = 1000  # of one unit; an accountant's sums have one term for each example
+_MOST_EXAMPLES = 1000  # of one unit; accountants sum one term for each example
 _LONGEST_BLOCK = 10**7  # steps of a block in random allocation; longer blocks take too much memory
 
 _Event = TypeVar("_Event", bound="Event")
@@ -150,14 +150,14 @@ class UnitPoissonGaussian(PoissonGaussian):
             costs the same as `PoissonGaussian`.
 
     Guarantees:
-        The pair sum over j of Binom(k, sample_rate)(j) N(j, noise_multiplier^2) against
-        N(0, noise_multiplier^2) dominates the sum of one step on any two neighbors, in both
-        directions, and is attained. Let J be the number of the unit's drawn examples and V their
-        contribution over the bound, so that |V| <= J. Under Q, P / Q is a sum of lognormals, one
-        for each value of V, so E (P / Q - alpha)_+ is greatest if all V point in one direction
-        (comonotone terms have the greatest sum in convex order). Then P / Q increases with the
-        output, the event P / Q > alpha is a half-line, and its probability increases with V. A
-        unit of fewer examples has a stochastically smaller J.
+        The mixture sum over j of Binom(k, sample_rate)(j) * N(j, noise_multiplier^2) and N(0,
+        noise_multiplier^2) are a pair that dominates the sum of one step on any two neighbors, in
+        both directions, and is attained. Let J be the number of the unit's drawn examples and V
+        their contribution divided by the bound, so that |V| <= J. Under Q, P / Q is a sum of
+        lognormals, one for each value of V, so E (P / Q - alpha)_+ is greatest if all V point in
+        one direction (comonotone terms have the greatest sum in convex order). Then P / Q
+        increases with the output, the event P / Q > alpha is a half-line, and its probability
+        increases with V. A unit of fewer examples has a stochastically smaller J.
 
     Source:
         Mixture of Gaussians mechanisms: Choquette-Choo, Ganesh, Steinke, Thakurta 2024 (arXiv
@@ -213,7 +213,7 @@ class CyclicPoissonGaussian(PoissonGaussian):
     """A round of cyclic Poisson sampling with banded noise: one batch from each part, in turn.
 
     A sample is in one of `bands` parts, at random or by a rule, and enters that part's batch
-    independently. The rounds of banded noise compose. A last round of fewer batches costs no more.
+    independently. The rounds of banded noise compose. A shorter last round costs no more.
 
     Attributes:
         noise_multiplier: the standard deviation of the independent noise z, divided by the norm
@@ -445,7 +445,7 @@ def joint_noise_multiplier(noise_multipliers: Sequence[float]) -> float:
     """Return one noise multiplier for groups of coordinates with separate clipping and noise.
 
     Args:
-        noise_multipliers: each group's standard deviation of noise, divided by its bound.
+        noise_multipliers: for each group, the noise's standard deviation divided by the bound.
 
     Returns:
         (sum of 1 / noise_multiplier^2)^(-1/2): with this noise multiplier, all groups of one batch

@@ -116,7 +116,7 @@ def one_step_epsilon(pair: Pair, delta: float) -> float:
 
 
 def _least(passes: Callable[[float], bool]) -> float:
-    """Return the least epsilon >= 0 that passes, or one above it by at most 1e-12 relative."""
+    """Return the least epsilon >= 0 that passes, or a value at most 1e-12 (relative) above it."""
     if passes(0.0):
         return 0.0
     high = 1.0

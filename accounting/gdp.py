@@ -16,7 +16,7 @@ class GDPAccountant(Accountant):
     """Estimate epsilon by Gaussian differential privacy. **The estimate is not an upper bound.**
 
     The composition is approximated by one Gaussian mechanism with noise multiplier 1 / mu. mu^2 is
-    the sum over the steps of q^2 (exp(1 / s^2) - 1), for a step's noise multiplier s and sample
+    the sum over the steps of q^2 * (exp(1 / s^2) - 1), for a step's noise multiplier s and sample
     rate q; at q = 1 a step adds 1 / s^2, which is exact. For few steps or small s the estimate is
     below the true epsilon, by a factor of up to 16. Each accountant warns at its first estimate.
 

@@ -34,7 +34,7 @@ _NEAR = 0.5  # absolute loss below which a formula that keeps precision is used
 
 
 class Mixture:
-    """The loss of sum over j of p_j N(j, s^2) against N(0, s^2)."""
+    """The privacy loss of the mixture sum over j of p_j * N(j, s^2) against N(0, s^2)."""
 
     def __init__(self, noise: float, rate: float, examples: int) -> None:
         self.noise, self.rate, self.examples = noise, rate, examples
@@ -124,7 +124,7 @@ class Mixture:
         parts: list[Any] = []
         begin = 0
         while begin < len(flat) or not parts:
-            # Outputs mostly ascend, and so does the last j that is not negligible.
+            # Outputs mostly ascend, so the last j that is not negligible mostly ascends too.
             last = self._last(float(flat[begin : begin + 256].max(initial=0.0)))
             end = begin + max(256, _AT_ONCE // last)
             part = flat[begin:end]
@@ -137,7 +137,7 @@ class Mixture:
         return np.concatenate(parts).reshape(np.shape(x))
 
     def _last(self, x: float) -> int:
-        """Return the last j whose term is not negligible at this output and at smaller outputs."""
+        """Return the last j whose term is not negligible at this output or at a smaller output."""
         if not math.isfinite(x):
             return self._usual
         j = np.arange(1, self.examples + 1)

@@ -26,7 +26,7 @@ _ATTEMPTS = 5
 _SMALLEST_NOISE, _LARGEST_NOISE = 0.005, 1e8  # outside, only closed-form bounds are used
 _SMALLEST_NOISE_OF_ALLOCATION = 0.1
 _MASS_ERROR = 1e-14  # relative error of one step's masses
-_MIXTURE_ERROR = 1e-13  # the same for units of several examples
+_MIXTURE_ERROR = 1e-13  # relative error for units of several examples
 _SUM_ERROR = 1e-9  # relative error of the sums over the window
 _MARGIN = 32  # grid points added to the window at each end
 _FFT_ERROR = 2.5 * UNIT  # error of one level of the FFT, relative to the sum of inputs' moduli
@@ -73,7 +73,7 @@ def pld_delta(pairs: Pairs, epsilon: float) -> Interval:
 
 
 def _total_variation(pairs: Pairs) -> float:
-    """Return a bound of every delta: the sum of (bounds of) the pairs' total variations."""
+    """Return a bound of delta at every epsilon: the sum of bounds of total variations."""
     return (1 + 1e-12) * math.fsum(n * _variation(pair) for pair, n in pairs)
 
 
@@ -205,7 +205,7 @@ class Composition:
     is_upper: bool
 
     def delta(self, epsilon: float) -> float:
-        """Return a bound of delta at this epsilon: an upper bound if `is_upper`, else a lower."""
+        """Return an upper bound of delta at this epsilon if `is_upper`, else a lower bound."""
         exponent = self.theta * (self.reference - epsilon)
         kernel = float(log_kernel(self.theta))
         log_chernoff = self.log_scale + exponent + kernel + self.relative
@@ -225,7 +225,7 @@ class Composition:
         return min(1.0, total + self.infinite) + 5e-324
 
     def _kernel_sums(self) -> tuple[float, float]:
-        """Return 1-norm, 2-norm of exp(-theta l) (1 - exp(-l)), l = D, 2 D, ..., D = spacing."""
+        """Return 1-norm and 2-norm of exp(-theta l) * (1 - exp(-l)), l = spacing * (1, 2, ...)."""
         rates = np.array([0.0, 1.0, 2.0])
         one = 1 / np.expm1((self.theta + rates) * self.spacing)
         two = 1 / np.expm1((2 * self.theta + rates) * self.spacing)

@@ -105,7 +105,7 @@ class LossDistribution:
         return (-reach, most + reach) if self.sign == 1 else (-most - reach, reach)
 
     def edge(self) -> float:
-        """Return the loss's infimum (supremum for an addition): no example is drawn."""
+        """Return the loss's infimum (supremum for an addition), +-log P(no example is drawn)."""
         if self.rate == 1:
             return -math.inf
         absence = self.mixture.log_p[0] if self.mixture else math.log1p(-self.rate)
@@ -134,7 +134,7 @@ class Atoms:
 
 
 def _integrals(dist: LossDistribution, edges: Array, references: Array) -> tuple[Array, Array]:
-    """Return each cell's mass, and E (1 - exp(reference - L)) over it, by Gauss quadrature."""
+    """Return each cell's mass, and E (1 - exp(reference - L)) over the cell, by quadrature."""
     low, high = dist.ends()
     edges = np.clip(edges, low, high)
     widths = np.diff(edges)

@@ -123,7 +123,7 @@ def _default_rdp(pair: Pair) -> _Array:
 
 
 def _quadrature_rdp(pair: Pair, orders: _Array) -> _Array:
-    """Compute RDP by quadrature: the greater of both directions (equal for symmetric pairs)."""
+    """Compute RDP by quadrature: the greater of both directions' values (equal if symmetric)."""
     whole = orders / (2 * pair.whole_noise**2)
     rdp = np.zeros_like(orders)
     for signed in (orders,) if pair.symmetric else (orders, 1 - orders):
@@ -173,7 +173,7 @@ def _whole_order_log_a(sigma: float, q: float, orders: tuple[float, ...]) -> _Ar
 def _log_binomials(
     orders: tuple[float, ...],
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], _Array]:
-    """Return k - 2, each a's first index, log C(a, k), for all pairs (a, k = 2..a), flattened."""
+    """List all pairs (a, k = 2..a); return each k - 2, each a's first index, each log C(a, k)."""
     lengths = np.array(orders, dtype=np.intp) - 1
     starts = np.concatenate(([0], np.cumsum(lengths)[:-1])).astype(np.intp)
     index = np.arange(lengths.sum(), dtype=np.intp) - np.repeat(starts, lengths)

@@ -145,7 +145,7 @@ def sparse_pattern(
 
 
 def is_small(request: Request) -> bool:
-    """Whether sizes are small: in a quick run on a CPU. On a GPU, quick means fewer trials."""
+    """Whether sizes are small, as in quick runs on a CPU. Quick runs on a GPU keep the sizes."""
     return request.quick and request.where.type == "cpu"
 
 

@@ -167,7 +167,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float 
 
 
 def _are_loads_unlike(old: Row, new: Row) -> bool:
-    """Whether the load averages differ by more than 1 and by a factor of more than 2."""
+    """Whether two load averages differ by more than 1, and also by a factor of more than 2."""
     a, b = old.get("load_average"), new.get("load_average")
     return a is not None and b is not None and abs(a - b) > max(1, min(a, b))
 
@@ -266,8 +266,8 @@ def run_compare(
 ) -> int:
     """Compare two JSON files of `dpflash bench`; print the table, or why comparing is impossible.
 
-    Returns 1 for a regression, 2 if the files cannot be compared, else 0. Also writes the report
-    to `json_path`, unless it is None.
+    Returns 1 for a regression, 2 if the files cannot be compared, else 0. The report is also
+    written to `json_path` if this is not None.
     """
     problem = ""
     try:

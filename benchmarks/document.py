@@ -198,7 +198,7 @@ ratio = SPEEDUP[1]
 
 
 def overhead(row: Row) -> float | None:
-    """Return a step's time over the time of the nonprivate step, the comparison's baseline."""
+    """Return a step's time divided by the nonprivate step's time, the comparison's baseline."""
     return None if row.get("speedup") is None else 1 / row["speedup"]
 
 
@@ -272,7 +272,7 @@ def insight(name: str, text: str, **numbers: float) -> dict[str, Any]:
 def fitted_row(
     name: str, rows: Sequence[Row], size: str, value: str = "median_ms", **columns: Any
 ) -> dict[str, Any]:
-    """Return a row with the fitted exponent p of ``value = c size^p``, and its 95% interval.
+    """Return a row with the fitted exponent p of ``value = c * size^p``, and its 95% interval.
 
     `size` is a key of the rows' config, `value` a column; rows without a value are left out.
     """

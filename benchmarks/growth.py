@@ -31,7 +31,7 @@ TOKENS = (128, 223, 389, 677, 1179, 2048)
 FIXED, LONG, PROPORTIONAL = "dilated_fixed", "dilated_long", "dilated_proportional"
 
 _MIB = 2**20
-# The longest T with a backward on a CPU, if segments grow with T.
+# The longest T for which a backward is measured on a CPU, if segments grow with T.
 _LONGEST_BACKWARD = 4096
 # (B, T) of a published table.
 _QUICK_TABLE = ((2, 1024), (2, 2048), (2, 4096), (1, 8192), (1, 16384))

@@ -31,7 +31,7 @@ _NO_GUARD = (
 )
 
 _SECONDS_TO_START = 120.0
-_SECONDS_BEHIND = 60.0  # collectives time out later than the function, whose error names ranks
+_SECONDS_BEHIND = 60.0  # collectives time out after the function, whose error names the ranks
 # A rank that lost another rank waits this long, so that the other rank's failure is reported.
 _SECONDS_FOR_OTHERS = 3.0
 # Messages of gloo's plain RuntimeError about a rank that is gone.
@@ -88,8 +88,8 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``function(place, **arguments)`` on ranks, each a fresh process; return all results.
 
-    On "cpu" each rank has one thread and gloo, on "cuda" one GPU and nccl. `timeout` is in
-    seconds, after two minutes to start the processes. If a rank fails, all processes are ended
+    On "cpu" each rank has one thread and gloo, on "cuda" one GPU and nccl. The processes have two
+    minutes to start, and then `timeout` seconds to run. If a rank fails, all processes are ended
     and OutOfMemory or Failed is raised.
     """
     found: dict[int, Any] = {}

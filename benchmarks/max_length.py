@@ -1,6 +1,6 @@
 """The suite "max-length": the longest sequence of attention within limits of memory and time.
 
-Every call runs in a process of its own that has these limits. T is the number of tokens of a
+Every call runs in its own process, which has these limits. T is the number of tokens of a
 sequence.
 """
 
@@ -51,7 +51,7 @@ _QUICK = ("LongNet", "DilatedAttention", "BlockSparseOptimized", "Dense", "SDPA"
 
 
 class Measured(NamedTuple):
-    """The measurements of a call."""
+    """Error, time and memory of a call."""
 
     error: float  # relative error of the same variant at a small T
     seconds: float  # time of the call, without a warm-up

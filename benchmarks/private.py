@@ -46,8 +46,8 @@ PROVIDERS = (NONPRIVATE, *DPFLASH, *PEERS)
 MAX_GRAD_NORM = 0.1
 # Allowed relative errors of the gradient of the parameter with the largest error.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
-# If dpflash computes norms without per-sample gradients, it adds a bound of the rounding error, at
-# most this fraction of the norm. The bound of Gram matrices on a GPU is larger.
+# If dpflash computes norms without per-sample gradients, it adds a bound of the rounding error,
+# which is at most this fraction of the norm. The bound of Gram matrices on a GPU is larger.
 _HIGHEST_BOUND = {"cpu": 1e-3, "cuda": 0.05}
 
 Optimize = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -168,7 +168,7 @@ def clipping_of(provider: str) -> str | None:
 
 
 def raised_norms(task: Task, norms: Tensor) -> list[float] | None:
-    """Return each norm over its sample's exact norm, None if one is wrong; norms in any order."""
+    """Return each norm divided by its sample's exact norm, None if one is wrong; any order."""
     exact = [_norm(grads) for grads in _sample_gradients(task, task.build())]
     if len(norms) != len(exact):
         return None

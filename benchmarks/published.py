@@ -1,7 +1,7 @@
 """Figures that other projects published (`published.json`), beside dpflash's measurements.
 
 The published figures were measured on the projects' machines. They are no baseline for dpflash:
-the code behind them does not compute what it claims to compute, or was never run.
+the projects' code does not compute what it claims to compute, or was never run.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _over_plain(
     found["plain_ms"] = summarize(plain).median_ms
     ratios = {"overhead": speedup(plain, seconds)}
     if "cpu_seconds" in returned[0]:
-        # A rank that waits uses no processor time, so the mean over the ranks is used.
+        # A rank uses no processor time while it waits, so the mean over the ranks is used.
         own, others = (
             [sum(trial) / len(trial) for trial in trials(key)]
             for key in ("cpu_seconds", "plain_cpu_seconds")

@@ -171,7 +171,7 @@ def _bars(axis: Any, found: Mapping[str, Ends], form: str) -> None:
 
 
 def _accuracies(file: ResultFile) -> dict[str, dict[float, tuple[float, float]]]:
-    """Return {method: {epsilon: (mean, deviation) in percent}} for unit "entry", body frozen."""
+    """Return {method: {epsilon: (mean, deviation) in percent}} of unit "entry", frozen body."""
     own = [row for row in file.rows if (row["unit"], row["tuning"]) == ("entry", "frozen")]
     found: dict[str, dict[float, tuple[float, float]]] = {name: {} for name in _METHODS}
     for row in (row for row in own if row["method"] in found):
@@ -182,7 +182,7 @@ def _accuracies(file: ResultFile) -> dict[str, dict[float, tuple[float, float]]]
 
 
 def _ratios(file: ResultFile, shape: str) -> dict[str, Ends]:
-    """Return {provider: time over a non-private step, with the ends of its 95% interval}."""
+    """Return {provider: time divided by a non-private step's, and ends of the 95% interval}."""
     found = {}
     for row in file.rows:
         provider = row["name"].removeprefix(f"step/{shape}/")

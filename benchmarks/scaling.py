@@ -127,7 +127,7 @@ class _Sections:
                 yield from self._attention("memory", [case], request)
 
     def reported(self, request: Request) -> Iterator[Row]:
-        """Yield rows of dilated attention, forward, at the sizes of a published table."""
+        """Yield rows of the forward of dilated attention at the sizes of a published table."""
         sizes = self._sizes(request)
         for batch, tokens in sizes.reported:
             case = AttentionCase("dilated", tokens, batch=batch, backward=False)

@@ -276,7 +276,7 @@ def _sharded_model(
 
 
 def plain_step(place: Place, case: TrainingCase, optimize: Optimize = _sgd) -> Step:
-    """Return a step without privacy, otherwise like `PrivateTraining.step`, on the mean loss."""
+    """Return a step like `PrivateTraining.step`, but without privacy and on the mean loss."""
     task = _task(case, place.device)
     model, _ = _sharded_model(place, case, task)
     parallel: Any = getattr(model, "context_parallel", None)

@@ -47,7 +47,7 @@ def of_turns(old: np.ndarray, new: np.ndarray, launches: int) -> Test:
 
 
 def of_separate_runs(old: np.ndarray, new: np.ndarray) -> Test:
-    """Return the log of the medians' ratio; its interval joins the far ends of both intervals."""
+    """Return the log of the medians' ratio; its interval uses the far ends of both intervals."""
     (old_low, old_high), (new_low, new_high) = (median_interval(list(x)) for x in (old, new))
     estimate = math.log(np.median(new) / np.median(old))
     return Test(estimate, (math.log(new_low / old_high), math.log(new_high / old_low)), {})

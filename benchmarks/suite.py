@@ -1,9 +1,9 @@
 """Runs a benchmark: checks and times calls, and writes the results as JSON, a page and a picture.
 
-A benchmark (`Suite`) is a plan of comparisons. Calls that are compared take turns, so that their
-ratios are right on a shared machine too. If a row's result is wrong, or its call cannot run here,
-the row has a reason in place of figures. The JSON is written again after each comparison, and the
-page and the picture also after Ctrl-C, so that no measurement is lost.
+A benchmark (`Suite`) is a plan of comparisons. Calls that are compared take turns, so that the
+ratios of their times are also right on a shared machine. If a row's result is wrong, or its call
+cannot run here, the row has a reason in place of figures. The JSON is written again after each
+comparison, and the page and the picture also after Ctrl-C, so that no measurement is lost.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Comparison:
 
     measurements: Sequence[Measurement]
     baseline: str | None = None  # name of the measurement over which speed-ups are computed
-    curve: str = ""  # comparisons of one curve grow in size, and end after a row that is too slow
+    curve: str = ""  # sizes grow along a curve, which ends after a row that is too slow
 
 
 def compared(
@@ -132,7 +132,7 @@ class Request:
     device: str = "auto"  # "cpu", "cuda", or "auto" for a GPU if there is a GPU
     threads: int | None = None  # number of torch's CPU threads; None for all
     seed: int = 0  # seed of inputs and weights
-    max_seconds: float | None = None  # limit for all calls of a row; None: 60, or 10 if quick
+    max_seconds: float | None = None  # seconds for all calls of a row; None: 60, or 10 if quick
     traces: bool = False  # whether to write a trace of each row
     has_progress: bool = True  # whether to show progress on stderr
     effort: Effort | None = None  # of a row; None: 5 warm-ups and 20 trials, or 2 and 5 if quick

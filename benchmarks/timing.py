@@ -40,7 +40,7 @@ class Effort:
     def within(self, seconds: float, limit: float) -> Effort | None:
         """Return this effort if its calls, of `seconds` each, fit into `limit`, else fewer calls.
 
-        Fewer calls are 1 warm-up and 3 to 23 trials. If 3 trials do not fit, return None.
+        Reduced efforts have 1 warm-up and 3 to 23 trials. If 3 trials do not fit, return None.
         """
         if seconds * self.calls <= limit:
             return self
@@ -225,7 +225,7 @@ def speedup(own: Sequence[float], other: Sequence[float]) -> Ratio:
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the exponent p of ``value = c size^p``, and the ends of its 95% interval.
+    """Return the exponent p of ``value = c * size^p``, and the ends of its 95% interval.
 
     The exponent is fitted to the logarithms of at least three different sizes.
     """

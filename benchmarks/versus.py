@@ -4,9 +4,9 @@ Each checkout has its own process, which imports the checkout's dpflash. The two
 turns (A B, B A, ...) on the same CPU and are timed by their process time on one thread, so that a
 slower machine or CPU slows both. A launch is a pair of fresh copies of these processes, on the
 next CPU. The layout of data in memory differs between launches, so the comparison counts launches,
-not rounds. All copies of a process share the layout of its code. This layout makes equal code
-differ by one to three percent, which the 95% intervals do not cover: of 60 rows of equal code, the
-intervals of only 44 contained the ratio 1. The threshold covers this difference.
+not rounds. All copies of a process share the layout of its code. Because of this layout, equal
+code differs by one to three percent. The 95% intervals do not cover this difference: of 60 rows of
+equal code, the intervals of only 44 contained the ratio 1. The threshold covers it.
 
     dpflash bench versus OLD_CHECKOUT NEW_CHECKOUT --out DIR
 """
@@ -179,7 +179,7 @@ def _runs(row: Row) -> bool:
 
 
 def _take(row: Row, built: dict[str, Any]) -> None:
-    """Write the answer to a "build" command into the row; keep the least peak of all launches."""
+    """Write the answer to a "build" command into the row; keep the launches' least peak."""
     row.update({key: built[key] for key in ("needs", "tolerance") if key in built})
     peaks = (row["peak_memory_mb"], built.get("peak_memory_mb"))
     row["peak_memory_mb"] = min((peak for peak in peaks if peak is not None), default=None)

@@ -72,7 +72,7 @@ def private_step(
     heads: int,
     vocabulary: int,
 ) -> Job:
-    """Return a job of a private step with noise and AdamW; its result is a step without noise."""
+    """Return a job of a private step with noise and AdamW; its result has no noise."""
     x, y = torch.randint(
         0, vocabulary, (2, batch, tokens), generator=torch.Generator().manual_seed(0)
     )

@@ -26,7 +26,7 @@ from dpflash.nn import LongContextLM
 from .timing import Effort, Step, Stopwatch, time_steps
 
 _CPU = torch.device("cpu")
-_KERNELS = 439  # kernels of a step of a two-block model, as `dpflash.clipping.tape` counts them
+_KERNELS = 439  # kernels in a step of a two-block model, counted by `dpflash.clipping.tape`
 _LONG_ENOUGH = 0.02  # smallest duration of a timed product, in seconds
 # Two roofs within this factor of each other are called balanced.
 _BALANCED = 1.25
@@ -37,7 +37,7 @@ _FULL = 0.8
 
 
 class Work(NamedTuple):
-    """The work of a call."""
+    """The FLOP and the moved bytes of a call."""
 
     flops: float  # FLOP of matrix products and of attention's pairs; other operations count 0
     moved_bytes: float  # bytes of inputs and outputs, summed over torch operations

@@ -48,7 +48,7 @@ def attention_backward(
         out: tensors to write dq, dk and dv to, for instance views of one buffer; last stride 1.
 
     Raises:
-        ValueError: `out` and `wide` are both given; the dtype of `out` is that of the gradients.
+        ValueError: `out` and `wide` are both given: `out` already determines the gradients' dtype.
     """
     if wide and out is not None:
         raise ValueError(
@@ -102,8 +102,8 @@ def attention_backward(
 def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
     """Merge the results over further keys into o and lse, in place.
 
-    ``lse' = log(e^lse + e^lse_new)`` and ``o' = e^(lse - lse') o + e^(lse_new - lse') o_new``. For
-    a fully masked query, o and lse, or o_new and lse_new, are 0 and -inf.
+    ``lse' = log(e^lse + e^lse_new)``, ``o' = e^(lse - lse') * o + e^(lse_new - lse') * o_new``.
+    For a fully masked query, o and lse, or o_new and lse_new, are 0 and -inf.
 
     Args:
         o: `[B, H, T, E]`, float32 or float64; may be a view.
@@ -119,7 +119,7 @@ def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
 
 
 def _with_positive_scale(inputs: AttentionInputs) -> AttentionInputs:
-    """Make the scale positive, so that -inf * scale stays -inf: negate q, or zero q if it is 0."""
+    """Make the scale positive, so -inf * scale stays -inf: negate q, or zero q for scale 0."""
     if inputs.scale > 0:
         return inputs
     if inputs.scale < 0:

@@ -73,7 +73,7 @@ def architecture(device: torch.device) -> str:
 
 
 def column(arch: str) -> str:
-    """Return the table's column for an architecture such as "sm_89", also one without a column.
+    """Return the column for an architecture. Some, such as "sm_89", share another's column.
 
     A block has 163 KiB of shared memory on sm_80, 227 on sm_90 and sm_100, and 99 on sm_86, sm_89
     and sm_120. Source: CUDA Programming Guide, "Compute Capabilities".

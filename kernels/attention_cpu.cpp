@@ -18,8 +18,8 @@
 
 namespace {
 
-// Threads may buffer this many numbers for parts that wait for their turn, or as many as all
-// gradients of keys and values have.
+// Numbers that threads may buffer for parts that wait for their turn. If the gradients of keys and
+// values have more numbers, threads may buffer that many.
 constexpr int64_t kWaiting = int64_t(1) << 26;
 
 int64_t distance(const Problem& p, int64_t query, int64_t key) {

@@ -137,7 +137,7 @@ def _slopes_error(
 
 
 def _visits_all_rows(graph: TileGraph) -> bool:
-    """Return whether each row is in a group: the kernels write o, lse and dq of such rows only."""
+    """Return whether each row is in a group. Kernels write o, lse and dq of such rows only."""
     return not graph.rows.runtime and graph.rows.is_complete(graph.num_queries)
 
 
@@ -180,8 +180,8 @@ class _RunGrads:
             return total.index_add_(0, run, self.of_heads)
 
 
-# The fields of Problem in tiles.h, in its order. _CALL: six tensors with three strides each,
-# pointers to other tensors, sizes, two floating-point numbers. _ROWS: tables of the graph's rows.
+# The fields of Problem in tiles.h, in its order. _CALL has six tensors with three strides each,
+# pointers to other tensors, sizes and two floats. _ROWS has tables of the graph's rows.
 _CALL = struct.Struct(f"{6 * 4 + 14 + 11}q2d")
 _ROWS = struct.Struct("7q")
 _ABSENT = (0, 0, 0, 0)

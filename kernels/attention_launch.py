@@ -202,8 +202,8 @@ def _launch_dkdv(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Write dk and dv; return their sums over tokens and their squared norms.
 
-    If query heads of one key head use different variants, each query head has its own program.
-    Results of these query heads are added afterwards, and norms are computed from the sums.
+    If query heads of one key head use different variants, each query head has its own program. The
+    results of these query heads are then added, and norms are computed from the sums.
     """
     q, k, v, graph, scale = inputs.q, inputs.k, inputs.v, inputs.graph, inputs.scale
     slopes, key_range = inputs.slopes, inputs.key_range
@@ -300,7 +300,7 @@ def _head_dims(head_dim: int, value_dim: int, aligned: bool) -> dict[str, int]:
 
 
 def _parts(head_dim: int, aligned: bool) -> tuple[int, int]:
-    """Cover a head dim by one power of two, or by two if this wastes less: 80 = 64 + 16.
+    """Cover a head dim by one power of two, or by two if less is wasted, as in 80 = 64 + 16.
 
     Tensors that are not aligned have one part: Triton 3.6 miscompiles two parts of such tensors
     for sm_90 (seen on an H100; `tests/kernels/test_attention_triton.py` compares both).

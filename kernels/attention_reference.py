@@ -25,7 +25,7 @@ class AttentionInputs:
         k: `[B, G, S, D]`.
         v: `[B, G, S, E]`.
         graph: the tile graph, whose runs give m, the multiplicity of key j for query i in head h.
-        scale: factor of q k.
+        scale: factor of the products q k.
         sinks: `[B, H]`, the score of an extra key, whose value is 0.
         slopes: `[B, H]`, slopes of ALiBi (Press et al., arXiv:2108.12409); the distance of query
             i and key j is ``|i - j + graph.distance_shift|``.
@@ -34,8 +34,8 @@ class AttentionInputs:
         softcap: a bound c of the scores: ``c tanh(scale q k / c)`` replaces scale q k
             (Gemma 2, arXiv:2408.00118, section 2); None means no bound.
         bias: `[B, H, T, S]`, added to the scores after the softcap; any strides, also 0.
-        backend: one of `attention_vendor.BACKENDS`: whose kernels may run. A backward uses the
-            backend of its forward.
+        backend: one of `attention_vendor.BACKENDS`, which determines the libraries whose kernels
+            may run. A backward uses the backend of its forward.
     """
 
     q: Tensor
@@ -83,7 +83,7 @@ class AttentionGrads(NamedTuple):
 
 
 def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[Tensor, Tensor]:
-    """Return ``o = sum_j m e^s v / sum_j m e^s``, ``s = scale * q k - slope * |i - j| + bias``.
+    """Return ``o = sum_j m*e^s*v / sum_j m*e^s``, ``s = scale * q k - slope * |i - j| + bias``.
 
     Args:
         inputs: see `AttentionInputs`.
@@ -119,7 +119,7 @@ def attention_backward(
     wide: bool = False,
     all_keys: bool = False,
 ) -> AttentionGrads:
-    """Return the gradients, which follow from ds = p (do v - delta), delta = rowsum(do o) - dlse.
+    """Return the gradients from ``ds = p * (do v - delta)``, ``delta = rowsum(do * o) - dlse``.
 
     Args:
         do: gradient of o, shape of o; its dtype, like that of o, may be wider than that of q.
@@ -132,9 +132,9 @@ def attention_backward(
         bias_grad: also return the gradient of the bias.
         squares: also return the squared norms of (dq, dk, dv).
         wide: return dq, dk and dv in the dtype of lse, without rounding them.
-        all_keys: o and lse are over exactly the keys of the graph. A backend that sums in float64
-            then subtracts the error of delta from the gradient of the slopes. all_keys has no
-            effect here and on a GPU, where float32 sums have an error of the same size.
+        all_keys: whether o and lse are results over exactly the graph's keys. If so, a backend
+            that sums in float64 subtracts delta's error from the slopes' gradient. all_keys has no
+            effect here or on a GPU, where float32 sums have an error of the same size.
 
     Returns:
         See `AttentionGrads`. Sums are taken in float32 before dq, dk and dv are rounded; squared

@@ -21,7 +21,7 @@ def _load(
     FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
     MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Load WIDTH dims, from FIRST on, of the rows at `offsets`; 0 beyond D and if not `seen`."""
+    """Load WIDTH dims of rows at `offsets`, from FIRST on; 0 for dims >= D and unseen rows."""
     dims = FIRST + tl.arange(0, WIDTH)
     ptrs = ptr + offsets[:, None] + dims[None, :]
     if FIRST + WIDTH > D:
@@ -57,7 +57,7 @@ def _store_sum(ptr, x, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.co
 
 @triton.jit
 def _squares(ptr, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """Round x as it is stored, and sum the squares of each row in fp64: 1e30^2 overflows fp32."""
+    """Round x to ptr's dtype; sum each row's squares in fp64, since 1e30^2 overflows fp32."""
     stored = x.to(ptr.dtype.element_ty).to(tl.float64)
     if FIRST + WIDTH > D:
         dims = FIRST + tl.arange(0, WIDTH)
@@ -93,7 +93,7 @@ def _tile(tiles_ptr, head_variants_ptr, variant_at, index, num_tiles, HAS_VARIAN
 
 @triton.jit
 def _columns_below(bound, start, stride, reciprocal, shift):
-    """Return the number of columns ``start + n stride``, n = 0, 1, ..., that are below a bound.
+    """Return the number of columns ``start + n * stride``, n = 0, 1, ..., below a bound.
 
     Divides by multiplication, see `Side.run_records`.
     """
@@ -134,7 +134,7 @@ def _clip(runs_ptr, run, rows, first, last, column_begin, column_end, BLOCK_N: t
 
 @triton.jit
 def _at_run(x_ptr, y_ptr, start, stride, stride_xt, stride_yt):
-    """Return the pointers to a run's first column in x and in y, and the strides to the next."""
+    """Return pointers to a run's first column in x and y, and the strides to its next column."""
     wide_start, wide_stride = start.to(tl.int64), stride.to(tl.int64)
     x_ptr += wide_start * stride_xt
     y_ptr += wide_start * stride_yt
@@ -149,7 +149,7 @@ def _is_seen(columns, row_begin, row_seen):
 
 @triton.jit
 def _plus_product(total, weights, x, ptr, PRECISION: tl.constexpr):
-    """Return ``total + weights x``, with weights rounded to the dtype of the tensor at `ptr`."""
+    """Return ``total + weights @ x``, with weights rounded to the dtype of the tensor at `ptr`."""
     rounded = weights.to(ptr.dtype.element_ty).to(x.dtype)
     return tl.dot(rounded, x, total, input_precision=PRECISION)
 
@@ -199,7 +199,7 @@ def _attention_forward_kernel(
     HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write ``o = sum_j m e^s v / sum_j m e^s``, ``lse = log sum_j m e^s``, for a query tile."""
+    """For a query tile, write ``o = sum_j m * e^s * v / e^lse``, ``lse = log sum_j m * e^s``."""
     log2e: tl.constexpr = 1.4426950408889634
     pid = tl.program_id(0)
     index = pid % num_tiles
@@ -376,7 +376,7 @@ def _attention_dq_kernel(
     TOKEN_SUMS: tl.constexpr, RUN_GRADS: tl.constexpr, SQUARES: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write ``dq_i = scale sum_j ds_ij k_j`` for one tile of queries, and the optional sums."""
+    """Write ``dq_i = scale * sum_j ds_ij * k_j`` for a tile of queries, and the optional sums."""
     log2e: tl.constexpr = 1.4426950408889634
     pid = tl.program_id(0)
     index = pid % num_tiles
@@ -542,7 +542,7 @@ def _attention_dkdv_kernel(
     TOKEN_SUMS: tl.constexpr, SQUARES: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write ``dv_j = sum_i p_ij do_i`` and ``dk_j = scale sum_i ds_ij q_i`` for a tile of keys.
+    """Write ``dv_j = sum_i p_ij * do_i``, ``dk_j = scale * sum_i ds_ij * q_i`` for a tile of keys.
 
     Sums over `heads_per_program` query heads, which share a variant and a key head.
     """
@@ -697,6 +697,6 @@ def _attention_dkdv_kernel(
             squares += _squares(dk_ptr, dk1, D0, D1, D)
         if E1 > 0:
             squares += _squares(dv_ptr, dv1, E0, E1, E)
-        # Mask by rows and last, which the loop holds in registers anyway.
+        # Use `rows` and `last` for the mask, since the loop holds them in registers anyway.
         squares = tl.where(rows <= last, squares, 0.0)
         tl.store(squares_ptr + pid, tl.sum(squares, 0))

@@ -66,7 +66,7 @@ class Kept:
         """Return memory on the device for a table on the CPU; `write` copies the table there.
 
         Raises:
-            RuntimeError: the rehearsal had other tables.
+            RuntimeError: the rehearsal requested other tables.
         """
         if self._rehearses:
             self._places.append(table.to(device, copy=True))

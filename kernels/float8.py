@@ -2,8 +2,9 @@
 
 The scale of a row is the least power of two that brings the row's largest entry into the range of
 e4m3. So a scale does not depend on other rows, and division by it is exact. Rounding keeps 3 bits
-of mantissa, fewer in entries below 2^-13 of the row's largest; entries below 2^-17 of it become 0.
-Rows of zeros stay zero. A row that is not finite makes only its own products NaN.
+of mantissa. Entries below 2^-13 of the row's largest entry keep fewer bits, and entries below
+2^-17 of the largest entry become 0. Rows of zeros stay zero. A row that is not finite makes only
+its own products NaN.
 
 Letters: N rows of a, M rows of b, K entries of a row.
 """

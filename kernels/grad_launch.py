@@ -87,15 +87,15 @@ def grad_norm(
 
     H_i is the per-sample gradient that `clipped_grad` sums. Its products and sums are in fp32
     (three TF32 products for each product of fp32 operands), so it differs from G_i by the rounding
-    of T products, at most T 2^-20 `grad_magnitude`.
+    of T products, at most T * 2^-20 * `grad_magnitude`.
 
     "tile": computes H_i, with the kernel of `clipped_grad`.
 
     "gram": computes ||G_i||^2, and adds a bound of the rounding error of H_i and a bound of the
     rounding error of fp32 products of tokens (`_gram_rounding`). The second bound is relative to
-    `grad_magnitude` squared: for orthogonal tokens and I + O = 2048 it is T 8e-5 of ||G_i||^2 in
-    16 bits and T 1.2e-4 in 32 bits. If a sample's tokens nearly cancel, or products overflow, the
-    device computes H_i instead.
+    `grad_magnitude` squared: for orthogonal tokens and I + O = 2048 it is T * 8e-5 * ||G_i||^2 in
+    16 bits and T * 1.2e-4 * ||G_i||^2 in 32 bits. If a sample's tokens nearly cancel, or products
+    overflow, the device computes H_i instead.
     """
     x, dy = _operands(x, dy)
     if spans is not None:
@@ -111,7 +111,7 @@ def products_are_separate(*dy: Tensor) -> bool:
 
 
 def _span_squares(x: Tensor, dy: Tensor, spans: Spans, form: str | None) -> Tensor:
-    """Return `grad_norm` of spans: one launch per form, which gets the other spans as empty."""
+    """Return `grad_norm` of spans. In the launch of a form, spans of the other form are empty."""
     forms = [form or cheaper_norm(end - start, x, dy, fused=True) for start, end in spans]
     total = torch.zeros(len(spans), dtype=torch.float64, device=x.device)
     for each in set(forms):
@@ -184,7 +184,7 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
     if into is None:
         into = torch.empty(batch, dtype=torch.float64, device=first.device)
     flat = [own.contiguous() for own in grads if own.numel()]
-    # Each sample's part begins at 16 bytes if the parts have a multiple of 16 elements.
+    # If the first sample is aligned, all samples are if they have a multiple of 16 elements.
     counts = [own.numel() // batch for own in flat]
     kinds = [
         (own.dtype, own.data_ptr() % 16 == 0 and count % 16 == 0)
@@ -499,7 +499,7 @@ def _norm_sums(
     *,
     sums: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Sum dy (x - mean) rstd and dy over all dimensions but samples and the normalised shape."""
+    """Sum dy * (x - mean) * rstd and dy over all but samples and the normalised shape."""
     operands = _rows(dy, shape), _rows(x, shape), mean, rstd
     if spans is None:
         products, totals = _token_sums(*operands, None, sums)
@@ -537,7 +537,7 @@ def _token_sums(
     spans: Spans | None,
     sums: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Sum dy (x - mean) rstd and dy over chunks of tokens.
+    """Sum dy * (x - mean) * rstd and dy over chunks of tokens.
 
     Returns:
         Two tensors [B, chunks, E] or, for spans no longer than a chunk, [1, U, E]; fp32, fp64 for

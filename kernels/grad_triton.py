@@ -124,7 +124,7 @@ def _gram_tile(
 ):  # fmt: skip
     """Return ``z_s . z_t`` for the tokens s of one tile and t of another, fp32.
 
-    Columns are summed in runs, then the sums of the runs: so each term is rounded less often.
+    The columns of each run are summed first, then the runs, so that a term is rounded less often.
     """
     acc = tl.zeros([BLOCK_M, BLOCK_M], dtype=tl.float32)
     for run in range(0, width, RUN):
@@ -264,7 +264,7 @@ def _sum_squares_kernel(
     parts_ptr, apart_ptr, squares_ptr, num_parts, scale_bits: tl.uint64,
     INTO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write ``scale`` times the sum of a sample's parts, [B, num_parts], or add it with INTO.
+    """Write ``scale`` times the sum of a sample's parts, [B, num_parts]; with INTO, add it.
 
     If the sample's entry of apart is 0, its entry of squares is not changed.
     """
@@ -325,7 +325,7 @@ def _clipped_grad_kernel(
 
 @triton.jit
 def _plus_clipped(total, grad, factor, reciprocal, EXACT: tl.constexpr):
-    """Return ``total + factor grad``, fp32; if EXACT, fp64 grid steps with truncated product."""
+    """Return ``total + factor * grad``, fp32; if EXACT, fp64 grid steps of truncated products."""
     if EXACT:
         # Both products are exact: 24 bits times 24 bits, then times a power of two.
         steps = grad.to(tl.float64) * factor.to(tl.float64) * reciprocal
@@ -427,7 +427,7 @@ def _token_sums_kernel(
     CHUNK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
     PRODUCTS: tl.constexpr, HAS_MEAN: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Write ``sum_t dy (x - mean) rstd`` and ``sum_t dy`` of a chunk of tokens, [B, chunks, E].
+    """Write ``sum_t dy * (x - mean) * rstd``, ``sum_t dy`` of a chunk of tokens, [B, chunks, E].
 
     Each span is one chunk: [U, E]. ``sum_t dy`` is in the dtype of sums_ptr, fp32 or fp64.
     """

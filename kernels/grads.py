@@ -248,7 +248,7 @@ def _backend(*tensors: Tensor, any_dtype: bool = False) -> ModuleType:
 
 
 def _check(name: str, tensor: Tensor, ndim: int | None = None) -> None:
-    """Check for a floating-point tensor with `ndim` dimensions or, if None, at least one."""
+    """Check that a tensor is floating-point and has `ndim` dimensions (None: at least one)."""
     _check_dtype(name, tensor)
     if ndim is None:
         if tensor.ndim == 0:

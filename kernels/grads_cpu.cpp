@@ -1,7 +1,7 @@
 // Squared norms of per-sample gradients, sums of clipped gradients on a grid, and noise on this
 // grid, on the CPU. grads_cpu.py and noise_cpu.py call it and describe the tensors.
 //
-// A call takes all parameters of a clipping gate, each as one Part.
+// A call takes all parameters that are clipped together, each as one Part.
 
 #include <cmath>
 #include <limits>
@@ -256,7 +256,7 @@ inline Doubles nearest(Doubles x) {
   return as_doubles(as_longs(rounded(as_doubles(bits & kMagnitude))) | (bits & ~kMagnitude));
 }
 
-// round(scale * N) of words; NaN if it is open.
+// Computes round(scale * N) of words; NaN if a word does not determine it.
 void normals_of_words(const int64_t* words, int64_t count, double scale, double* normals) {
   Memory<Run> memory(1, 1);
   share<PlainArithmetic>((count + kRun - 1) / kRun, 1, [&](int64_t task, int64_t) {

@@ -76,7 +76,7 @@ def grad_norm(
     squares = torch.empty(count, dtype=torch.float64, device="cpu")
     size = min(count, max(1, _AT_ONCE // (x.shape[2] * dy.shape[2])))
     for begin in range(0, count, max(1, size)):
-        # All parts have one size, since a product's bits may depend on its number of samples.
+        # All parts have the same size, since a product's bits may depend on the number of samples.
         begin = min(begin, count - size)
         part = slice(begin, begin + size)
         grads = reference.per_sample_grad(x[part], dy[part])
@@ -141,7 +141,7 @@ def _are_fused(noise: Sequence[NoiseStream], factors: Tensor) -> bool:
 
 
 def _buffer(grads: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Allocate, adjacent in memory, a tensor for the sum over samples of each tensor in grads."""
+    """Allocate a tensor for each tensor's sum over samples; the sums are adjacent in memory."""
     shapes = [g.shape[1:] for g in grads]
     if len(shapes) == 1:  # not a view, since autograd refuses some in-place writes to views
         return [torch.empty(shapes[0], dtype=dtype, device="cpu")]

@@ -40,7 +40,7 @@ def check_grid(grid: float) -> None:
 
 
 def truncated(values: Tensor, grid: float) -> Tensor:
-    """Truncate values toward zero onto the grid, in fp64. This never lengthens a vector."""
+    """Truncate values toward zero onto the grid, in fp64. A vector's norm never grows by this."""
     return (values.double() / grid).trunc_().mul_(grid)
 
 

@@ -45,7 +45,7 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 def in_dtypes(tensors: Iterable[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Convert tensors to dtypes, pair by pair; on a GPU one launch converts all that differ."""
+    """Convert each tensor to its dtype; on a GPU one launch converts all of other dtypes."""
     pairs = list(zip(tensors, dtypes, strict=True))
     if sum(x.dtype != dtype for x, dtype in pairs) < 2:
         return [x.to(dtype) for x, dtype in pairs]

@@ -153,7 +153,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _cached(folder: Path, names: Iterable[str]) -> ctypes.CDLL | None:
     """Return the first cached library that only the user could write and that is intact."""
     for path in (folder / name for name in names):
-        # An OSError: the file is missing, not the user's, damaged, or for other system libraries.
+        # OSError is raised if a file is missing, unsafe, damaged, or for other system libraries.
         with contextlib.suppress(OSError):
             with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
                 # The owner of the open file is checked, since the path may be replaced meanwhile.
@@ -299,7 +299,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _origin() -> bytes:
-    """Return the bytes to hash, with the options, for the name of a library in the cache.
+    """Return the bytes whose hash, with that of the options, names a cached library.
 
     The compiler is included only if CXX names it, so a cached library runs without a compiler.
     """

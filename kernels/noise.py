@@ -252,7 +252,7 @@ class NoiseStream:
         return add_noise_([out], [self])[0]
 
     def add_slowly_(self, out: Tensor) -> None:
-        """Add the noise with words of the `cryptography` package."""
+        """Add the noise to a tensor, with words of the `cryptography` package."""
         flat = out.view(-1)
         for start, integers in self.integers(out.numel()):
             part = flat[start : start + integers.numel()]

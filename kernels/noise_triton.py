@@ -62,7 +62,7 @@ _FAR_FROM = tl.constexpr(rounded_normal.FAR_FROM)
 _TAIL_ORIGIN = tl.constexpr(rounded_normal.TAIL_ORIGIN)
 _RELATIVE_ERROR = tl.constexpr(rounded_normal.RELATIVE_ERROR)
 _MAGNITUDE = tl.constexpr((1 << 63) - 1)
-# Counters before a list's columns: number of its elements, and of elements left to the CPU.
+# Two counts precede a list's columns: of all elements, and of elements left to the CPU.
 _COUNTERS = tl.constexpr(2)
 _COLUMNS = tl.constexpr(5)
 # Columns of a row of `_settle_table`.
@@ -180,7 +180,7 @@ def _polynomials(x, ABOVE: tl.constexpr, BELOW: tl.constexpr):
 
 @triton.jit
 def _quantiles(magnitudes, FAR: tl.constexpr):
-    """Return the x with P(N > x) = magnitudes 2^-64, fp64; see `rounded_normal.tail_quantiles`.
+    """Return x with P(N > x) = magnitudes * 2^-64, fp64; see `rounded_normal.tail_quantiles`.
 
     magnitudes: int64, above 0; without FAR at least 2^28, which is a tail of at least 2^-36.
 
@@ -295,10 +295,10 @@ def noisy(
     steps, elements, inside, place, row, group, open_ptr, capacity, grid_bits, scale_bits,
     key, step_low, step_high, PHILOX: tl.constexpr,
 ):  # fmt: skip
-    """Return ``grid (steps + Z)``, fp64, for consecutive whole groups; NaN if undecided.
+    """Return ``grid * (steps + Z)``, fp64, for each element of some groups; NaN if undecided.
 
-    steps: [8 N], fp64 integers, the sums of the groups from `group` on. Undecided elements are
-    appended to the list, see `OpenList`.
+    steps: [8 N], fp64 integers, the elements' sums. The groups are consecutive, from `group` on.
+    Undecided elements are appended to the list, see `OpenList`.
     """
     groups = group + tl.arange(0, steps.shape[0] // 8)
     words = words_of_groups(
@@ -331,7 +331,7 @@ def _add_noise_kernel(
     DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, VECTORS: tl.constexpr,
     PHILOX: tl.constexpr,
 ):  # fmt: skip
-    """Write ``out = grid (round(out / grid) + Z)`` for each tensor of a table."""
+    """Write ``out = grid * (round(out / grid) + Z)`` for each tensor of a table."""
     place, row, program = row_of(rows_ptr, owners_ptr, tl.program_id(0))
     elements, inside, group = elements_of(row, program, BLOCK, ALIGNED, VECTORS)
     out_ptr = written_to(row, DTYPE, VECTORS)
@@ -346,7 +346,7 @@ def _add_noise_kernel(
 
 @triton.jit(do_not_specialize=["programs"])
 def _settle_kernel(lists_ptr, tails_ptr, programs, BLOCK: tl.constexpr):
-    """Write ``grid (steps + Z)`` for the elements of lists that need no further words.
+    """Write ``grid * (steps + Z)`` for the elements of lists that need no further words.
 
     lists_ptr: `_settle_table`. programs: programs per list. Elements that need further words are
     marked and counted. If a list was too short for its elements, none of them is written.
@@ -453,7 +453,7 @@ def expected_capacity(elements: int, scale: float) -> int:
     """Return four times the mean number of undecided elements, plus 128.
 
     A list needs more with probability below 2^-100. An element is undecided with probability at
-    most 2^-46 (scale + 1).
+    most 2^-46 * (scale + 1).
     """
     return min(elements, math.ceil(elements * (scale + 1) * 2.0**-44) + 128)
 
@@ -506,8 +506,8 @@ def _settle_table(lists: Sequence[OpenList]) -> Tensor:
     """Return the tables of `_settle_kernel` for these lists, int64, on the CPU.
 
     The row of a list has its address, its capacity, the index where its results' addresses begin,
-    the bits of the grid and of the scale, and `reciprocal_words`. After the rows each result has
-    two entries, for fp32 and fp64: its address in the entry of its dtype, 0 in the other.
+    the bits of the grid and of the scale, and `reciprocal_words`. Then come two entries for each
+    result, for fp32 and fp64: the entry of the result's dtype is its address, the other is 0.
     """
     rows: list[int] = []
     addresses: list[int] = []
@@ -559,6 +559,6 @@ def kind_of(stream: NoiseStream | None, *tensors: Tensor) -> tuple[object, ...]:
 
 
 def settle_unless_kept(found: OpenList) -> None:
-    """Settle a list at once, unless its streams have `unsettled`, a list for later settling."""
+    """Settle a list at once, unless its streams collect lists in `unsettled` to settle later."""
     if found.streams[0].unsettled is None:
         settle([found])

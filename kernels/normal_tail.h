@@ -1,5 +1,5 @@
-// P(N > x) of a standard normal N in 128-bit integers, and on which side of a border the normal
-// of a word lies. No result depends on floating-point rounding.
+// Computes P(N > x) of a standard normal N in 128-bit integers, and decides on which side of a
+// border a word's normal number lies. No result depends on floating-point rounding.
 #pragma once
 
 #include <cmath>

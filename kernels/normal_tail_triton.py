@@ -96,9 +96,9 @@ def tails(table_ptr, node, high, low, there):
 
 @triton.jit
 def sides(table_ptr, k, magnitudes, scale, r2, r1, r0):
-    """Return (is the border (k + 1/2) / scale below a word's interval, is it above the interval).
+    """Return whether border (k + 1/2) / scale is below a word's interval, and whether above it.
 
-    The interval has all x with P(N > x) from m 2^-64 to (m + 1) 2^-64. A border with k < 0 is
+    The interval has all x with P(N > x) from m * 2^-64 to (m + 1) * 2^-64. A border with k < 0 is
     below. Both are False if the border lies in the interval, or if an error of 2^-96 could change
     them. k: int64, below 2^49. m: `magnitudes`, uint64, from 1 to 2^63 - 1. scale: fp64.
     """

@@ -4,8 +4,8 @@ Letters: B samples, T tokens of a sample, I inputs, O outputs, V rows of an embe
 E its width, P elements of a parameter. A linear layer y = x W^T has the per-sample gradient
 G_i = dy_i^T x_i. All sums are accumulated in fp32 or wider, whatever the operands' dtype.
 
-Without `spans` a sample is a row of [B, T, ...]. With `spans` operations take [1, N, ...], one row
-with the N tokens of U samples, each a span of tokens, and return [U, ...] in place of [B, ...].
+Without `spans` a sample is a row of [B, T, ...]. With `spans` operations take one row [1, N, ...]
+of N tokens, in which each of U samples is a span, and return [U, ...] in place of [B, ...].
 
 A factor of exactly 0 removes its sample, even if the sample holds NaN or Inf.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _FUSED_CALL_ELEMENTS = 1 << 15
 # Elements of per-sample gradients that are widened to fp64 at a time.
 _CHUNK = 1 << 18
-# Bounds the relative error, in fp64, of a sum of <= 2^12 squares, its root, a quotient, a product.
+# Bound of the relative fp64 error of a sum of <= 2^12 squares, then a root, quotient, product.
 FP64_SLACK = 2.0**-40
 # A computed root times this factor is below the exact root, also after a few rounded products.
 ROOT_SLACK = 1.0 - 2.0**-50
@@ -39,7 +39,7 @@ ROOT_SLACK = 1.0 - 2.0**-50
 HARMLESS_CANCELLATION = 256.0
 # A sum of terms whose magnitudes add up to less than this does not overflow in fp32.
 LARGEST_TERMS = 2.0**126
-# log2 of the relative rounding of fp32 products: on a GPU (True) each is three TF32 products.
+# log2 of the relative rounding of fp32 products; on a GPU (True) one is three TF32 products.
 PRODUCT_BITS = {False: -24, True: -20}
 # gamma of automatic clipping, as in the paper.
 STABILITY = 0.01
@@ -138,13 +138,13 @@ def squared_norm(*grads: Tensor, into: Tensor | None = None) -> Tensor:
     Args:
         grads: [B, ...], B samples of P elements, fp16, bf16, fp32 or fp64. On a GPU the order of
             additions depends on the dtype and the alignment.
-        into: [B], contiguous, fp64: the tensor to add the result to, in place, and to return, for
-            the norm over several parameters. This addition rounds to nearest.
+        into: [B], contiguous, fp64: a tensor that is increased by the result and returned. So
+            calls can add up a norm over several parameters. The addition rounds to nearest.
 
     Returns:
-        [B], fp64: never below the squared norm in real arithmetic, and above it by at most a
-        relative (P + 1) 2^-51. Not finite if an element of the sample is not. A sample's bits do
-        not depend on other samples.
+        [B], fp64: never below the squared norm in real arithmetic; its relative excess is at most
+        (P + 1) * 2^-51. Not finite if an element of the sample is not. A sample's bits do not
+        depend on other samples.
     """
     first = grads[0]
     if into is None:
@@ -218,8 +218,8 @@ def per_sample_bias_grad(dy: Tensor) -> Tensor:
 def grad_inner(x: Tensor, dy: Tensor, other_x: Tensor, other_dy: Tensor) -> Tensor:
     """Compute <G_i, H_i> for G = dy^T x and H = other_dy^T other_x, without forming G or H.
 
-    It is the sum over tokens s, t of (x_s . other_x_t)(dy_s . other_dy_t), in fp64: the terms may
-    cancel by many orders of magnitude, and the rounding of fp32 could exceed the result.
+    It is the sum over tokens s, t of (x_s . other_x_t)(dy_s . other_dy_t), in fp64. The terms may
+    cancel by many orders of magnitude, so fp32 rounding could exceed the result.
 
     Args:
         x, other_x: [B, S, I] and [B, T, I].
@@ -305,7 +305,7 @@ def grad_magnitude(x: Tensor, dy: Tensor) -> Tensor:
 
 
 def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor, *, spans: Spans | None = None) -> Tensor:
-    """Compute sum_i factors_i dy_i^T x_i as one product.
+    """Compute sum_i factors_i * dy_i^T x_i as one product.
 
     Args:
         x: [B, T, I], fp16, bf16, fp32 or fp64: B samples of T tokens with I inputs each.
@@ -336,14 +336,14 @@ def clip_reduce(
     into: Tensor | None = None,
     noise: NoiseStream | None = None,
 ) -> Tensor:
-    """Compute the clipped sum sum_i factors_i grads_i, and add noise if a stream is given.
+    """Compute the clipped sum sum_i factors_i * grads_i, and add noise if a stream is given.
 
     Args:
         grads: [B, ...], B samples, fp16, bf16, fp32 or fp64.
         factors: [B], fp32 or narrower (for fp64 grads also fp64), each from 0 to the bound
             divided by the sample's norm, rounded down. A factor that is negative, NaN or greater
             breaks the bound. Factors are not checked, since a check would wait for the GPU.
-        grid: a power of two: each factors_i grads_i is truncated toward zero onto the grid, and
+        grid: a power of two: each factors_i * grads_i is truncated toward zero onto the grid, and
             the sum is exact. None for a rounded sum in fp32 (fp64).
         into: [...], contiguous, fp64, on the grid: the sum of earlier samples, to which the sum of
             these samples is added in place. It requires a grid, and excludes noise.
@@ -356,8 +356,8 @@ def clip_reduce(
     Guarantees:
         A factor of exactly 0 removes its sample, even if the sample holds NaN or Inf. With a grid
         the result has the same bits for every order of the samples and every division into
-        batches, as long as sums stay below 2^53 grid, and sample i changes the result by at most
-        factors_i ||grads_i||.
+        batches, as long as sums stay below 2^53 * grid, and sample i changes the result by at most
+        factors_i * ||grads_i||.
     """
     factors, grads = _without_removed(factors, grads)
     wide = torch.promote_types(grads.dtype, torch.float32)

@@ -46,7 +46,7 @@ def apply_rotary(
         k: `[B, G, T, D]`, dtype of q.
         cos: `[T, D / 2]`, cosines of the angles, float32 (float64 for float64).
         sin: sines of the angles, like `cos`.
-        back: rotate by the negative angles. This is the transpose, as the gradient needs.
+        back: rotate by the negative angles: the transposed rotation, which the gradient needs.
         out: tensors to write the results to, for instance (q, k); None means new tensors.
 
     Returns:
@@ -69,7 +69,7 @@ def apply_rotary(
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
     """Reference implementation of `apply_rotary` for one tensor.
 
-    ``(a cos - b sin, b cos + a sin)`` for ``a = x[..., :D / 2]`` and ``b = x[..., D / 2:]``.
+    ``(a*cos - b*sin, b*cos + a*sin)`` for ``a = x[..., :D / 2]``, ``b = x[..., D / 2:]``.
     """
     first, second = x.to(cos.dtype).chunk(2, dim=3)
     sin = -sin if back else sin

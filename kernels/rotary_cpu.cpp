@@ -34,7 +34,7 @@ inline To bits_of(From x) {
   return y;
 }
 
-// Loads `count` numbers into a vector; the others are 0.
+// Loads `count` numbers into a vector; the remaining lanes are 0.
 template <class V>
 inline V load_some(const void* from, int64_t count, size_t bytes) {
   V x{};
@@ -66,9 +66,9 @@ inline void store_some(Bfloat16* to, Vector<float> x, int64_t count) {
   std::memcpy(to, &narrow, size_t(count) * sizeof(Bfloat16));
 }
 
-// Signs of the products. All signs are applied as bits, also one that never changes, so that the
-// compiler does not fuse a product with the following sum: the result's bits then equal those of
-// the reference implementation.
+// Signs of the products. All signs, also a constant sign, are applied as bits. So the compiler does
+// not fuse a product with the following sum, and the result's bits equal those of the reference
+// implementation.
 template <class F>
 struct Signs {
   Integers<F> same{}, first{}, second{};

@@ -24,7 +24,7 @@ def _turn(
     x_ptr, new_ptr, stride_xh, stride_nh, first_head, heads, there, cos, sin,
     PAIRS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Write ``(a cos - b sin, b cos + a sin)`` for the pairs (a, b) of HEADS heads."""
+    """Write ``(a*cos - b*sin, b*cos + a*sin)`` for the pairs (a, b) of HEADS heads."""
     for i in tl.static_range(HEADS):
         head = (first_head + i).to(tl.int64)
         x, new = x_ptr + head * stride_xh, new_ptr + head * stride_nh

@@ -30,7 +30,7 @@ def check_spans(spans: Spans, tokens: int) -> None:
 
 @functools.lru_cache(maxsize=64)
 def places(spans: Spans | None, device: torch.device) -> Tensor | None:
-    """Copy spans to a device without synchronizing: [U, 2], int64; None if samples are rows."""
+    """Return spans on a device, [U, 2], int64, without synchronizing; None if samples are rows."""
     if spans is None:
         return None
     return torch.tensor(spans, dtype=torch.int64).view(-1, 2).to(device, non_blocking=True)
@@ -46,7 +46,7 @@ def samples_of_tokens(spans: Spans, tokens: int, device: torch.device) -> Tensor
 
 
 def tokens_as_samples(factors: Tensor, spans: Spans, *operands: Tensor) -> tuple[Tensor, ...]:
-    """Make each token a sample: factors [N] (0 for tokens of no sample), operands [N, 1, ...]."""
+    """Make each token a sample: return factors [N] (0 if in no span), operands [N, 1, ...]."""
     index = samples_of_tokens(spans, operands[0].shape[1], factors.device)
     own = torch.cat([factors, factors.new_zeros(1)])[index]
     return (own, *(x.transpose(0, 1) for x in operands))
@@ -59,7 +59,7 @@ def in_sequence(lengths: tuple[int, ...]) -> Spans:
 
 @functools.lru_cache(maxsize=64)
 def chunks(spans: Spans, most: int) -> tuple[Spans, Spans]:
-    """Cut each span into chunks of <= `most` tokens; return (chunks, each span's chunk range)."""
+    """Cut spans into chunks of <= `most` tokens; return chunks, and each span's chunk range."""
     cut = [
         [(first, min(first + most, end)) for first in range(start, end, most)] or [(start, end)]
         for start, end in spans

@@ -81,7 +81,7 @@ class Side:
         """Return the runs in the format that kernels read.
 
         Kernels divide by the stride d of a run by multiplication: for 0 <= x < 2^31,
-        ``x // d = (2 x m // 2^32) // 2^l``, where l is the number of bits of d - 1, and m the
+        ``x // d = (2 * x * m // 2^32) // 2^l``, where l is the number of bits of d - 1, and m the
         least integer >= ``2^(31 + l) / d``. Source: Granlund and Montgomery, "Division by
         Invariant Integers using Multiplication", 1994, theorem 4.2.
 
@@ -311,7 +311,7 @@ def _edges_per_variant(side: Side) -> Tensor:
 
 
 def _pairs(column: int, stride: int, length: int, step: int, count: int, lo: int, hi: int) -> int:
-    """Count the pairs of a row, from 0, and a column, from `column`, that are within the band."""
+    """Count pairs (row, column) within the band, of rows from 0 and columns from `column` on."""
     if lo <= -UNBOUNDED and hi >= UNBOUNDED:
         return length * count
     row = stride * torch.arange(length)

@@ -220,7 +220,7 @@ def _within(progressions: Tensor, chunks: Sequence[Chunk]) -> Tensor:
 
 
 def _offsets(chunks: Sequence[Chunk], device: torch.device | None = None) -> Tensor:
-    """Return position in the sequence minus local position, of each chunk: `[chunks]`."""
+    """Return each chunk's position in the sequence minus its position in the shard, `[chunks]`."""
     offsets = [chunk.start - chunk.local for chunk in chunks]
     return torch.tensor(offsets, dtype=torch.int64, device=device)
 

@@ -233,7 +233,7 @@ inline std::vector<Part> parts_of(const Problem& p, std::vector<Tile>& tiles) {
     // The last tiles go first, since they see most keys if attention is causal.
     std::reverse(tiles.begin() + first, tiles.end());
     int64_t end = int64_t(tiles.size());
-    // With dweights one part per key head: several parts would add to the same run's gradient.
+    // With dweights each key head has one part: several parts would add to one run's gradient.
     bool is_cut = !p.dweights && heads * p.queries > kPartQueries;
     std::vector<Island> islands{{0, p.keys, heads * p.queries}};
     if (is_cut) islands = islands_of(p, tiles.begin() + first, tiles.end());

@@ -66,7 +66,6 @@ def audited(rate: float, steps: int, noise: float, bug: str | None = None) -> Au
 
 
 def bounds() -> list[dict[str, Any]]:
-    """Return one row for each claim and run."""
     rows = []
     for name, (rate, steps, canaries, runs) in BOUNDS.items():
         for epsilon in EPSILONS:

@@ -1,4 +1,4 @@
-"""Measures the cost of banded noise: a private step's time over that with independent noise.
+"""Measures a private step's time with banded noise, divided by its time with independent noise.
 
 The steps take turns in one process with one thread, timed by process time, on equal batch sizes.
 
@@ -68,7 +68,7 @@ def _draw(sampler: Any, index: int) -> list[int]:
 
 
 def measured(effort: Effort, *, batch: int = BATCH, tokens: int = TOKENS) -> list[dict[str, Any]]:
-    """Return a row for each number of bands: the step's time over that of independent noise."""
+    """Return a row for each number of bands: the step's time over its time without bands."""
     with (
         patch.object(PoissonBatchSampler, "draw", _draw),
         patch.object(CyclicPoissonBatchSampler, "draw", _draw),

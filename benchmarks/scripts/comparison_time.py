@@ -1,7 +1,7 @@
 """Measures the cost of a private step's comparisons and of its isolation tests (trials).
 
-Two costs are timed within ordinary steps, after the trials of the first batches: the cost of
-seeding, and the cost of comparing batches, weights and options. The time of a step with trials is
+After the trials of the first batches, ordinary steps are timed, and within them seeding and the
+comparisons of batches, weights and options. The time of a step with trials is
 divided by the time of a step without trials. All logical batches have the same size. Times are CPU
 times of the thread.
 

@@ -47,7 +47,7 @@ def _normalized(x, a):
     return x + a * (scores - x.detach())
 
 
-def _routed(h, a):  # two experts have a capacity of a third of all rows each
+def _routed(h, a):  # each of two experts takes at most a third of all rows
     is_first = h.detach()[..., 0].flatten() > 0
     place = torch.where(is_first, is_first.cumsum(0), (~is_first).cumsum(0))
     return h * (1 - a * (place > max(1, len(place) // 3)).to(h)).view(h.shape[:-1])[..., None]

@@ -189,7 +189,6 @@ def rows_here(roofs: list[Ceilings], only: str) -> Iterator[Row]:
 
 
 def middle(roofs: list[Ceilings]) -> Ceilings:
-    """Return the median over all rounds of each figure."""
     flops = {name: statistics.median(one.flops[name] for one in roofs) for name in roofs[0].flops}
     bandwidth = statistics.median(one.bandwidth for one in roofs)
     launch = statistics.median(one.launch for one in roofs)

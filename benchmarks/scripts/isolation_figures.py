@@ -5,9 +5,9 @@
 `power` has runs with the couplings of `couplings.py` at strengths a from 0 (honest) to 1.
 `refused` counts the runs that ended before the fourth release, and `verified` the other runs whose
 `engine.verified` is True at the end. `total` is the distance between the clipped sums of a logical
-batch with one unit and without its contribution, over the bound C (the largest value for two
-entries and bounds). `others` is the same distance for the sum of the other units only; a unit with
-a gradient in that direction moves the whole sum by 1 + `others`. Both are null if a trainer
+batch with one unit and without its contribution, divided by the bound C (the largest value for two
+entries and two bounds). `others` is the same distance for the sum of the other units only; a unit
+with a gradient in that direction moves the whole sum by 1 + `others`. Both are null if a trainer
 refuses the run even without trials. `unseen` has rows with `total` or 1 + `others` above 1.001 and
 a run that was not refused. `honest` has the runs of `tests/end_to_end/test_honest_runs.py`, and
 `ranks` has some of these runs on two processes; `--seed N` repeats one run.

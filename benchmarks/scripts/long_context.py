@@ -3,7 +3,7 @@
 "recall": at the end of a document of 32,768 tokens, one earlier token must be recalled, at a
 log-uniform distance. The model was trained on public documents of up to 8,192 tokens. Its
 attention and a new head are then trained privately, on the last T tokens of each document, to
-answer by another code.
+answer by a different code (`private_code`).
 
 "source": a byte-level model trained from scratch by `dpflash train` on Python files of this
 machine: on one window of each file, on whole packed files, and with folders as units.

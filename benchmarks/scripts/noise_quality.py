@@ -2,9 +2,10 @@
 
     python benchmarks/scripts/noise_quality.py --out benchmarks/results/noise_quality.json
 
-Errors follow from matrices and the accountant; nothing is trained. Banded noise uses cyclic
+Matrices and the accountant determine the errors; nothing is trained. Banded noise uses cyclic
 Poisson sampling, independent noise (one band) Poisson sampling with the same expected batch size.
-`error` is that of `dpflash.noise.compare_bands`; `ratio` is the error over that of one band.
+`error` is computed by `dpflash.noise.compare_bands`; `ratio` is the error divided by the error of
+one band.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ EPSILONS, DELTA = (1.0, 3.0, 8.0), 1e-5
 
 
 def rows():
-    """Yield the figures of all runs, epsilons and numbers of bands."""
     for num_samples, batch_size, epochs in RUNS:
         for epsilon in EPSILONS:
             found = compare_bands(
@@ -47,7 +47,6 @@ def rows():
 
 
 def main():
-    """Print the table, and write it with --out."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="the JSON to write")
     out = parser.parse_args().out

@@ -2,8 +2,9 @@
 
     python benchmarks/scripts/opacus_tests.py --out benchmarks/results/opacus-tests.json
 
-The script changes two things in the tests: their training loop, in which a step becomes a release,
-and the arguments of `make_private`. `REASONS` explains failures by regular expressions that match
+The script changes two things in the tests: their training loop, which now counts releases, and the
+arguments of `make_private`. `REASONS` explains failures by regular expressions that
+match
 their errors. A failure without a reason is listed under "unexplained", and the exit status is then
 1. Hypothesis makes only two random examples. The classes "...HooksTest" are left out: they repeat
 other tests with `wrap_model=False`, which has no meaning in dpflash. torchvision is not needed:

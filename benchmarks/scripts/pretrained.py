@@ -57,7 +57,7 @@ SECTIONS, TOKENS, WIDTH, RANK = 30, 16, 128, 8
 # Privacy unit -> (units per step, epochs, entries of a unit in one step).
 RUN = {"entry": (250, 3, 1), "user": (100, 5, 8)}
 SEEDS, TUNING_SEED = range(5), 100
-# Learning rates are added by factors of 2 as long as the best rate is the smallest or largest.
+# While the best learning rate is the smallest or largest, a rate half or twice as large is tried.
 LEARNING_RATES, OTHER_RATES = (4.0, 8.0), {"momentum": (0.4, 0.8), "AdamW": (0.01, 0.02)}
 OTHER_RATES["AdamBC"] = OTHER_RATES["AdamW"]
 PAD, UNKNOWN = 0, 1
@@ -129,7 +129,7 @@ def make_task(wheel: Path, packages: Path) -> Task:
     rows = torch.zeros(len(vocabulary) + 2, WIDTH)
     rows[2:] = table[torch.tensor(vocabulary), :WIDTH].float()
     private, test, public = (texts(splits[name]) for name in ("private", "test", "public"))
-    # If each text is a unit, half of the texts suffice: nine times as many units as users.
+    # If each text is a unit, half of the texts are used: nine times as many units as users.
     half = Texts(private.tokens[::2], private.labels[::2], private.maintainers[::2])
     about = {
         "wheel": wheel.name,
@@ -173,7 +173,7 @@ class Classifier(nn.Module):
 
 
 class Users(Dataset):
-    """Users as entries: up to k random texts, new in each call, padded by rows without tokens."""
+    """Dataset of users: each call draws up to k texts of a user, padded by rows without tokens."""
 
     def __init__(self, texts: Texts, k: int) -> None:
         owned = defaultdict(list)
@@ -601,7 +601,6 @@ def draw(rows: list[dict[str, Any]], title: str) -> Any:
 
 
 def main() -> None:
-    """Make the runs that are missing, then the results and their picture."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--wheel", type=Path, required=True, help="of wordllama")
     parser.add_argument("--packages", type=Path, required=True, help="Debian's list")

@@ -43,10 +43,10 @@ DENSE: Pattern = Dense(causal=True)
 
 
 class Comparison(NamedTuple):
-    """Ways to train on windows of `tokens` tokens."""
+    """Settings to compare, for training on windows of `tokens` tokens."""
 
     tokens: int
-    baseline: str  # the way from which differences are computed
+    baseline: str  # the setting from which differences are computed
     ways: Mapping[str, tuple[Pattern, dict[str, Any]]]  # pattern, and options of make_private
 
 

@@ -3,8 +3,8 @@
     python benchmarks/scripts/random_allocation.py --out benchmarks/results/random_allocation.json
 
 The accountant computes the figures; nothing is trained. Both samplers have equal expected batch
-size and epochs. `ratio` is the noise multiplier of random allocation over that of Poisson
-sampling; `epsilon_of_poisson` is Poisson sampling's epsilon with the noise of random allocation.
+size and epochs. `ratio` is random allocation's noise multiplier divided by Poisson sampling's;
+`epsilon_of_poisson` is Poisson sampling's epsilon with the noise of random allocation.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ def row(steps, epochs, epsilon):
 
 
 def main():
-    """Print the table, and write it with --out."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="the JSON to write")
     out = parser.parse_args().out

@@ -6,8 +6,8 @@ answer is the value. A quarter of the document or more lies between a question a
 value, so only the long branch connects the two. A second model, whose long branch has segments of
 an eighth of the document, must stay at chance.
 
-The embedding is random and not trained; the rest of the model is. The held-out documents are new.
-Some microbatches are padding, which hides how many documents a batch has.
+The embedding is random and not trained; the rest of the model is trained. No held-out document is
+used for training. Some microbatches are padding, which hides how many documents a batch has.
 
     python benchmarks/scripts/recall.py --json benchmarks/results/cpu-xeon/recall.json
 """
@@ -80,7 +80,7 @@ def model_of(tokens: int, reach: int) -> dpflash.nn.LongContextLM:
         bias=False,
         chunked_loss=True,
     )
-    # Few steps change the weights little, so they start larger than by default.
+    # Few steps change the weights little, so the initial weights are larger than by default.
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=WIDTH**-0.5)

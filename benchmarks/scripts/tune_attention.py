@@ -7,7 +7,7 @@ again to try further sizes. A separate process compares each candidate with the 
 float64. Correct candidates are timed in turns on dense causal attention and LongNet. The candidate
 with the smallest geometric mean replaces the old sizes if it is more than 1% faster. For a
 backward kernel, forward and backward are timed, with the other kernels' sizes fixed. DEVICE=cpu
-makes a dry run with the CPU's kernels, which have no such sizes; the choice then means nothing.
+makes a dry run with the CPU's kernels, which have no tile sizes; the choice then means nothing.
 """
 
 from __future__ import annotations
