@@ -56,7 +56,8 @@ def as_typed(message: str, parser: argparse.ArgumentParser) -> str:
             return f"no {option}"
         if value == "False":
             return options.get(f"no_{name}", f"no {option}")
-        is_alone = value == "True" or not equals or found.string[found.end() :][:1] == " "
+        follows = found.string[found.end() :][:1]
+        is_alone = value == "True" or not equals or (follows != "" and follows in " ,;")
         return option if is_alone else f"{option} "
 
     # Keep Python code (`make_private(steps=)`, `optimizer.steps`), paths and quoted texts.

@@ -29,7 +29,8 @@ _OPTIONS = {
     "--lora-rank N": "train LoRA adapters of this rank on all linear layers",
     "--ranks N": "number of ranks that divide the tokens of each sample, as --context-parallel of "
     "dpflash train (default: 1)",
-    "--memory SIZE": "memory of a device, such as 80GB. The longest sequence and the largest "
+    "--memory SIZE": "memory of a device, such as 80GB, of which the process itself takes about "
+    "0.4 GiB. The longest sequence and the largest "
     "batch that fit into it are then printed too",
     "--json": "print one JSON object instead",
 }

@@ -36,7 +36,7 @@ _NOT_COVERED = (
     "Runs on the same data that are not listed above, whose epsilon adds to the one above "
     "(dpflash budget prints the sum), and the choice of this run or checkpoint among several.",
     "Data that the model was evaluated on; it did not train the model.",
-    "People whose records are in several {unit}s, or in {unit}s of other people: the guarantee is "
+    "People who appear as several {unit}s, or in the records of another {unit}: the guarantee is "
     "for one {unit}, and weaker for these people.",
     "The length of the longest text or sequence, which the model's input length may reveal if no "
     "length was declared (by `public_length`, `PadTo`, or `--dataset-size` of dpflash train).",

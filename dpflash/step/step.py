@@ -9,7 +9,7 @@
                 charge the accountant and the ledger   # _charge: before a noisy value exists
                 sums[parameter] += N(0, (sigma C)^2)   # BatchNoise
         if last microbatch:                            # release
-            charge and add over the ranks, then add noise  # unless the gates charged and added noise
+            charge, add over the ranks, add noise   # unless the gates charged and added noise
             parameter.grad = sums[parameter] / expected_batch_size
     optimizer.step():                                  # see turns.py
         release                                        # of a batch that is not the loader's

@@ -92,7 +92,10 @@ def test_a_classifier_is_trained_evaluated_exported_and_loaded(
     assert f"data           {notes}" in shown and "accuracy       1.0000" in shown
     assert "true   4      1.0000  1.0000" in shown and "do not publish them" in shown
     assert main(["evaluate", str(run), "--data", str(notes), "--unit", "record"]) == 2
-    assert "to evaluate a text classifier pass --label-field" in capsys.readouterr().err
+    assert (
+        "to evaluate a text classifier pass --label-field NAME to dpflash evaluate"
+        in capsys.readouterr().err
+    )
     assert main(["export", str(run), "--out", str(out)]) == 0
     card = (out / "README.md").read_text()
     assert "pipeline_tag: text-classification" in card and "AutoModelForSequenceClass" in card
