@@ -4,7 +4,6 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,10 +32,6 @@ def open_ledger(path: str | os.PathLike[str] | None, ranks: Ranks) -> Ledger | N
     opened: list[Ledger] = []
 
     def read() -> bytes:
-        if not Path(path).absolute().parent.is_dir():
-            raise FileNotFoundError(
-                f"ledger={os.fspath(path)!r}: its folder does not exist; create the folder first"
-            )
         opened.append(Ledger(path))
         return opened[0].content()
 

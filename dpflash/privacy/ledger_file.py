@@ -87,6 +87,8 @@ class LedgerFile:
         """
         # A missing file is created only if it had no lines.
         new = tail.size == 0 and not self._file.exists()
+        if new:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
         try:
             flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT if new else 0)
             with self._locked(flags, fcntl.LOCK_EX) as handle:

@@ -80,8 +80,8 @@ class TextModel:
         own = pretrained_folder(Path(folder))
         if is_pretrained(own) and head_of(own) != CAUSAL:
             raise ValueError(
-                f"folder={str(folder)!r}: its model is no causal language model, so it continues "
-                "no text; to evaluate a text classifier pass --label-field NAME to dpflash evaluate"
+                f"folder={str(folder)!r}: its model is no causal language model; to evaluate a "
+                "text classifier pass --label-field NAME to dpflash evaluate"
             )
         model: Any = load(folder)
         self._model: Any = model

@@ -1020,6 +1020,11 @@ def test_a_checkpoint_is_refused_where_groups_have_other_shares(
     assert [g.bound for g in second[0].groups()] == pytest.approx([3.0, 4.0])
 
 
+def test_the_folder_of_a_ledger_is_made_with_its_first_line(private, tmp_path):
+    train(*run(private, ledger=tmp_path / "runs" / "first" / "ledger"))
+    assert Ledger(tmp_path / "runs" / "first" / "ledger").releases == 4
+
+
 @pytest.mark.parametrize("left", [2, 0])
 def test_a_checkpoint_ahead_of_its_ledger_and_guard_is_refused(left, private, tmp_path):
     path, ledger, guard = tmp_path / "c", tmp_path / "ledger", tmp_path / "ledger.guard"

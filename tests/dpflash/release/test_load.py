@@ -284,6 +284,15 @@ def test_a_card_says_what_weakens_the_guarantee(changes, words, data, tmp_path):
         assert words in (export(tmp_path / "run", tmp_path / name) / "README.md").read_text()
 
 
+def test_a_run_can_be_exported_after_another_run_used_its_ledger(copied, data, tmp_path):
+    run, ledger = copied["run"], copied["run"] / "ledger.jsonl"
+    alone = json.loads((run / "report.json").read_text())["epsilon"]
+    other = config(data, steps=2, ledger=str(ledger))
+    total = TrainingRun.start(other, tmp_path / "other").run()["epsilon"]
+    card = (export(run, tmp_path / "out") / "README.md").read_text()
+    assert total > alone and f"The weights are ({rounded_up(total)}, 0.001)" in card
+
+
 def test_the_model_of_an_interrupted_run_is_exported_with_its_own_epsilon(data, tmp_path):
     job = TrainingRun.start(config(data, checkpoint_every=1000), tmp_path / "run")
     with pytest.raises(Interrupted):
