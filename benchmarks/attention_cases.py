@@ -229,8 +229,9 @@ def check(
 ) -> dict[str, float]:
     """Return the relative errors of o and, with gradients, of dq, dk and dv.
 
-    o is compared with the definition at rows drawn from the seed. do is 0 in all other rows, so
-    that all gradients can be compared. An error is infinite if any entry is not finite.
+    o is compared with the definition at rows drawn from the seed. The gradient of o is 0 in all
+    other rows, so the drawn rows determine dq, dk and dv completely. An error
+    is infinite if any entry is not finite.
     """
     q, k, v = inputs[:3]
     rows = case.checked_rows(seed).to(case.device)

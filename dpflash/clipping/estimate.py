@@ -120,8 +120,8 @@ class _Gates:
     def attached(self) -> Iterator[None]:
         """In the body, layers save their inputs for the gates.
 
-        Autograd computes the sums of the other parameters alone, such as biases: their per-sample
-        gradients read the same tensors as these sums, so the tape counts this time.
+        For the other parameters, such as biases, autograd computes the sums of the gradients.
+        Per-sample gradients read the same tensors, so the time of the sums stands for them.
         """
         with ExitStack() as stack:
             trained, planned = set(self.trained), set[Any]()

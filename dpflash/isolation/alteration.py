@@ -137,7 +137,7 @@ def kept_by(source: Tensor, real: Tensor | None) -> Tensor:
 
 
 def complement(batch: Any, first: Alteration, rng: np.random.Generator) -> Alteration:
-    """Replace the samples that `first` kept by one of the samples that it replaced.
+    """Overwrite each sample that `first` left unchanged with one that `first` overwrote.
 
     Args:
         batch: the microbatch, which is not changed, with one row per sample.

@@ -161,7 +161,7 @@ class Proof:
 
     @property
     def verified(self) -> bool | Literal["pending", "gradients", "forward"]:
-        """True once both halves are proven; "gradients" or "forward" if only this half can be."""
+        """True once both halves are proven; if only one can be: "gradients" or "forward"."""
         if not self.is_on:
             return False
         modes = [mode for mode in self._modes.values() if mode.is_trained] or [_Mode()]

@@ -126,7 +126,7 @@ class Trial:
         return due
 
     def begin_backward(self) -> None:
-        """Begin a backward. Try later microbatches if this one was fetched under no_grad."""
+        """Begin a backward; if the batch came under no_grad, plan the trial for a later one."""
         self.has_begun |= self.schedule.begin_backward()
 
     def has_new_path(self) -> bool:

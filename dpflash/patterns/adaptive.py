@@ -92,8 +92,8 @@ class Adaptive(Pattern):
             softmax_scale: factor of q k.
 
         Returns:
-            blocks `[B, H, n, K]`, int32, K = min(keep, n), -1 if there are fewer than K blocks,
-            and gates of the same shape, float32, differentiable with respect to q and k.
+            blocks `[B, H, n, K]`, int32, with K = min(keep, n); -1 fills up if a query block sees
+            fewer blocks. gates, of the same shape, float32, differentiable in q and k.
         """
         q_means = _block_means(q, self.block_size)
         k_means = _block_means(k, self.block_size)

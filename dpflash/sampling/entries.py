@@ -588,7 +588,7 @@ class _Form:
         )
 
     def note_lengths(self, batch: Any, size: int) -> None:
-        """Record the lengths that vary, from a batch in which all entries fit."""
+        """Record which lengths of a batch of fitting entries differ from those of the form."""
         _, lengths = self._of(batch, size)
         self._varying |= {p for p, own in self._lengths.items() if lengths[p] != own}
 

@@ -220,10 +220,10 @@ class CyclicPoissonBatchSampler(PoissonBatchSampler):
 
     Args:
         num_samples: size of the dataset.
-        sample_rate: probability of each sample in each logical batch from its part.
+        sample_rate: probability that a logical batch of a part contains a sample of the part.
         parts: the number of parts. With 1 the sampler equals a `PoissonBatchSampler`.
         steps_per_epoch: number of logical batches in an epoch.
-        key: 32 bytes; parts are a function of the key, and logical batch t of (key, t).
+        key: 32 bytes. It determines the parts; key and t determine logical batch t.
         physical_batch_size: largest length of a yielded list of indices; None for no bound.
 
     Guarantees:
