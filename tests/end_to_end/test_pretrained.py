@@ -271,8 +271,8 @@ def test_tokens_of_a_text_stand_between_start_and_end(llama):
         ({"lora_rank": 0}, "lora_rank=0"),
         ({"heads": 2}, "heads=2 with model="),
         ({"pattern": "dense"}, "pattern='dense' with model="),
-        ({"model": None, "lora_rank": 2}, "lora_rank=2 without model"),
-        ({"model": None, "tokenizer": "x"}, "tokenizer='x' without model"),
+        ({"model": None, "lora_rank": 2}, "lora_rank=2 needs model"),
+        ({"model": None, "tokenizer": "x"}, "tokenizer='x' needs model"),
     ],
     ids=str,
 )
