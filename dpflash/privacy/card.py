@@ -295,7 +295,9 @@ def _audit_part(audit: Mapping[str, Any], code: str | None) -> list[str]:
         named += f" (failed: {', '.join(failed)})"
     if audit.get("ranks") is False:
         named += " (those on two ranks were left out)"
-    library = "the same library" if audit.get("code") == code else "another version of the library"
+    library = "the library"
+    if None not in (code, audit.get("code")):
+        library = "the same library" if audit["code"] == code else "another version of the library"
     return [
         "### Audit",
         "",
