@@ -118,8 +118,8 @@ class AuditReport:
         failed = [check.name for check in self.checks if not check.ok]
         if self.ok:
             return (
-                "nothing refutes the claim (an honest run is accused at a rate of at most "
-                f"{self.false_alarm_rate:.2g}); it is a test, not a proof"
+                "nothing refutes the claim (a correct run is refuted with a probability of at "
+                f"most {self.false_alarm_rate:.2g}); an audit is a test, not a proof"
                 + (f". {self.note}" if self.note else "")
             )
         reasons = [self.assessment.refuted] if self.assessment.refuted else []

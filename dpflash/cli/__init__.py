@@ -2,8 +2,10 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from dpflash import __version__
 
@@ -62,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _build_parser(argv[0] if argv else None)
     args = parser.parse_args(argv)
     try:
-        status: int = args.run(args)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            status: int = args.run(args)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -77,3 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"dpflash: private, do not publish: {error.details}", file=sys.stderr)
         return 2
     return status
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"dpflash: warning: {message}", file=sys.stderr)

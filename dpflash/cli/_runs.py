@@ -92,8 +92,9 @@ _OPTIONS = {
     "shuffled costs as much as one step without sampling, whatever its number of batches",
     "--neighboring-relation RELATION": "how two neighboring datasets differ: add_remove (one has "
     "one sample more), zero_out (one sample is replaced by nothing) or replace_one (one sample is "
-    "replaced by another) (default: zero_out for shuffled, replace_one for fixed_size, add_remove "
-    "for the other samplers)",
+    "replaced by another). dpflash train states zero_out; Poisson sampling has the same epsilon "
+    "under add_remove (default: zero_out for shuffled, replace_one for fixed_size, add_remove for "
+    "the other samplers)",
     "--accountant NAME": "contour, pld, rdp, gaussian (sample rate 1 only), prv (Opacus' PRV "
     "accountant) or gdp (an approximation, not a bound) (default: "
     f"{DEFAULT_ACCOUNTANT})",

@@ -203,7 +203,8 @@ def _run_sign(args: argparse.Namespace) -> int:
     key = private_key(args.key)
     _verified(args.file, None, None)
     one = sign(args.file, key)
-    print(f"{signatures_path(args.file)}: the first {counted(one.lines, 'line')}, head {one.head}")
+    lines = counted(one.lines, "line")
+    print(f"{signatures_path(args.file)}: the first {lines}, signed on {one.day}, head {one.head}")
     return 0
 
 

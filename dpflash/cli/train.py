@@ -203,7 +203,9 @@ def _run_train(args: argparse.Namespace) -> int:
     rank = _rank()
     try:
         launch = Launch.from_environment(Parallelism(**shared), on_loss=_end)
-        with launch, _warnings_as_lines(shown=rank == 0):
+        with launch, warnings.catch_warnings():
+            if rank != 0:
+                warnings.showwarning = lambda *_, **__: None
             return _train(args, given, launch)
     except (ValueError, OSError, RuntimeError) as error:
         loss = describe_loss(error) if isinstance(error, RuntimeError) else None
@@ -407,7 +409,6 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
     def at_most(key: str) -> str:
         return "none (no noise)" if report[key] is None else rounded_up(report[key])
 
-    shared = job.config.ledger is not None
     public = report["public"]
     declared = "declared" if public["dataset_size_declared"] else "treated as public"
     folder, is_lm = job.folder, job.config.labels is None
@@ -427,7 +428,11 @@ def _summary(report: dict[str, Any], job: Any) -> list[str]:
             f"epsilon at delta {report['delta']:g}",
             f"{at_most('epsilon_of_run')} after {counted(report['steps'], 'step')}",
         ),
-        *([("epsilon of all runs of the ledger", at_most("epsilon"))] if shared else []),
+        *(
+            [("epsilon of all runs of the ledger", at_most("epsilon"))]
+            if report["ledger_is_shared"]
+            else []
+        ),
         ("neighboring relation", report["neighboring_relation"]),
         ("privacy unit", report["privacy_unit"]),
         ("dataset size", f"{counted(public['dataset_size'], _noun(job.config))}, {declared}"),
@@ -489,14 +494,3 @@ def _stop_on_signals(*, shown: bool) -> Iterator[Any]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _warnings_as_lines(*, shown: bool) -> Iterator[None]:
-    def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        if shown:
-            print(f"dpflash: warning: {message}", file=sys.stderr)
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        yield

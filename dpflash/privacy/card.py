@@ -244,7 +244,8 @@ def _rows(report: Mapping[str, Any]) -> dict[str, str]:
         + ("" if report.get("ledger_is_there", True) else " (the ledger was not compared)"),
     }
     if heads := report.get("heads_of_card"):
-        found["head of the ledger when this card was written"] = ", ".join(heads)
+        named = [head if len(heads) == 1 else f"{path}: {head}" for path, head in heads]
+        found["head of the ledger when this card was written"] = ", ".join(named).replace("|", "/")
     return found
 
 

@@ -155,7 +155,10 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
     if ledgers:
         by_run = (report["delta"], report["accountant"], report.get("ledger_run"))
         report["by_run"] = epsilon_by_run(ledgers, *by_run)
-        report["heads_of_card"] = [one.head for one in ledgers]
+        places = ["/".join(one.path.resolve().parts[-2:]) for one in ledgers]
+        report["heads_of_card"] = [
+            (place, one.head) for place, one in zip(places, ledgers, strict=True)
+        ]
     if ledger is not None:
         _require_same(run, report, ledger)
     if ledgers and (report["by_run"] or {"total": {}})["total"] is None:
@@ -183,7 +186,7 @@ def _require_same(run: Path, report: dict[str, Any], ledger: Ledger) -> None:
     written = report["steps"] + report["lost_steps"]
     stated, lines = report["epsilon"], ledger.lines
     spending = Spending(report["accountant"], ledger=ledger)
-    if report["config"].get("ledger") is not None:
+    if report.get("ledger_is_shared", report["config"].get("ledger") is not None):
         stated, lines = report["epsilon_of_run"], lines_of(ledger, report["ledger_run"])
         spending = alone(lines, spending)
     elif (head := report.get("ledger_head")) in (own := heads(ledger.content())):

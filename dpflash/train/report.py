@@ -76,7 +76,8 @@ def make_report(job: TrainingRun, engine: PrivacyEngine) -> dict[str, Any]:
     """
     config, state, token = job.config, job.state, job.token
     epsilon = engine.get_epsilon(config.delta, interval=True)
-    alone = epsilon.upper if config.ledger is None else job.epsilon_alone()
+    is_shared = job.shares_ledger()
+    alone = job.epsilon_alone() if is_shared else epsilon.upper
     seen = state.seen_samples
     report = {
         "epsilon": epsilon.upper,
@@ -90,6 +91,7 @@ def make_report(job: TrainingRun, engine: PrivacyEngine) -> dict[str, Any]:
         "unit_name": noun_of(config.unit, engine.privacy_unit.partition(": ")[2]),
         "ledger_head": engine.ledger_head,
         "ledger_run": engine.ledger_run,
+        "ledger_is_shared": is_shared,
         "verified": state.verified,
         "rounded_sums": state.rounded_sums,
         "sampler": engine.sampler,
@@ -243,7 +245,7 @@ def noun_in(report: Mapping[str, Any]) -> str:
 
 
 def _of_ledger(report: Mapping[str, Any]) -> str:
-    return "" if report["config"].get("ledger") is None else " of the ledger"
+    return " of the ledger" if report.get("ledger_is_shared") else ""
 
 
 def _title(report: dict[str, Any]) -> str:

@@ -316,6 +316,17 @@ class TrainingRun:
             f"{rounded_up(self.epsilon)}; lower target_epsilon or steps, or raise noise_multiplier"
         )
 
+    def shares_ledger(self) -> bool:
+        """Return whether the ledger is one of several runs: by --ledger, or with their lines."""
+
+        def read() -> bytes:
+            runs = {line.run for line in Ledger(self.ledger).lines}
+            return b"x" * (not runs <= {self._engine.ledger_run})
+
+        return self.config.ledger is not None or bool(
+            self._team.ranks.run_on_first("reading the ledger", read)
+        )
+
     def epsilon_alone(self) -> float:
         """Return the epsilon of this run's steps alone, without other runs of the ledger."""
 

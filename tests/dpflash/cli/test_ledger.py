@@ -396,6 +396,19 @@ def test_a_signature_and_a_head_of_no_line_prove_nothing(path, key, tmp_path, ca
     assert verify(path) == 1 and "is for 0 lines" in capsys.readouterr().out
 
 
+def test_an_unchanged_ledger_is_signed_once_by_a_key(path, key, tmp_path, capsys):
+    signed(path, key)
+    signed(path, key)
+    assert len(signatures_path(path).read_text().splitlines()) == 1
+    Ledger(path).append(run="b" * 64, event=EVENT, accountant="rdp", unit=UNIT)
+    signed(path, key)
+    another = tmp_path / "another.pem"
+    assert main(["ledger", "key", str(another)]) == 0
+    signed(path, another)
+    assert len(signatures_path(path).read_text().splitlines()) == 3
+    assert verify(path, "--public-key", str(another.with_suffix(".public.pem"))) == 0
+
+
 def test_a_name_can_be_corrected_again_by_the_same_object(path):
     ledger = Ledger(path)
     old, first = ledger.rename("first")

@@ -172,7 +172,9 @@ def test_a_card_states_epsilon_of_each_run_and_ledger_and_of_all_together(copied
         and f"| epsilon of all runs together | {both} |" in card
     )
     assert re.fullmatch(rf"run .+, {today()}, this run", rows[0][0])
-    assert f"when this card was written | {own.head}, {Ledger(base.path).head} |" in card
+    place = "/".join(base.path.parts[-2:])
+    heads = f"run/ledger.jsonl: {own.head}, {place}: {Ledger(base.path).head}"
+    assert f"when this card was written | {heads} |" in card
     assert "| audit | none |" in card
     assert float(rows[1][-1]) < float(spent(base)) < float(both)
 
@@ -188,7 +190,7 @@ def test_a_card_states_epsilon_of_each_run_and_ledger_and_of_all_together(copied
     assert "tags: [dpflash]" in card
     # A shared ledger has grown since the report was written.
     report = json.loads((run / "report.json").read_text())
-    report["config"]["ledger"] = str(own.path)
+    report["ledger_is_shared"] = True
     (run / "report.json").write_text(json.dumps(report))
     grown, before = Ledger(own.path), spent(own)
     grown.append(run="later", event=event, count=50, accountant="rdp")
@@ -291,6 +293,11 @@ def test_a_run_can_be_exported_after_another_run_used_its_ledger(copied, data, t
     total = TrainingRun.start(other, tmp_path / "other").run()["epsilon"]
     card = (export(run, tmp_path / "out") / "README.md").read_text()
     assert total > alone and f"The weights are ({rounded_up(total)}, 0.001)" in card
+    # Resumed after its last step, the run writes its report again.
+    report = TrainingRun.resume(run).run()
+    assert (report["epsilon_of_run"], report["epsilon"]) == (pytest.approx(alone), total)
+    again = (export(run, tmp_path / "again") / "README.md").read_text()
+    assert f"The weights are ({rounded_up(total)}, 0.001)" in again
 
 
 def test_the_model_of_an_interrupted_run_is_exported_with_its_own_epsilon(data, tmp_path):
