@@ -46,23 +46,23 @@ ABOUT = """# Models
 weights. Each trained for one private step without noise, and its clipped sum was compared with a
 loop over single samples (float64, {date}). {trained} can be trained with all parameters. Cells:
 
-- "yes": the model can be trained, and the two clipped sums are equal up to rounding to float32, a
-  relative difference of at most {equal}. Clipping factors, eager attention's softmax and
-  DeepSeek's routers round to float32; the JSON has each difference.
+- "yes": the model can be trained, and the relative difference of the two clipped sums is at most
+  {equal}. It is due to rounding to float32 in clipping factors, in eager attention's softmax and
+  in DeepSeek's routers. The JSON has each difference.
 - "no (1)": training raises the error with the number 1 in the list below the table.
-- `flat`, `ghost` and `per_layer` are methods of clipping, with transformers' own attention
+- Columns `flat`, `ghost` and `per_layer`: methods of clipping, with transformers' own attention
   (`"eager"`). The configs turn off dropout. They also turn off Wav2Vec2's SpecAugment
   (`apply_spec_augment=False`), because it masks a whole batch at once.
-- `dpflash` is flat clipping with `attn_implementation="dpflash"` ([how](attention.md)), compared
-  with a loop over single samples by eager attention. It needs attention dropout of 0. Mamba has
+- Column `dpflash`: flat clipping with `attn_implementation="dpflash"` ([how](attention.md)). The
+  loop over single samples uses eager attention here too. Attention dropout must be 0. Mamba has
   no attention.
-- `LoRA` is flat clipping of PEFT's adapters alone (rank 2, `target_modules="all-linear"`).
-- `check` is "yes" if `engine.check` finds no error in the model with all parameters trained.
+- Column `LoRA`: flat clipping of PEFT's adapters alone (rank 2, `target_modules="all-linear"`).
+- Column `check`: "yes" if `engine.check` finds no error in the model, with all parameters trained.
 
-DeBERTa-v2 can be trained if its relative positions are frozen (`rel_embeddings`, the encoder's
-`LayerNorm`, `pos_key_proj`, `pos_query_proj`), and with LoRA on
-`target_modules=["query_proj", "key_proj", "value_proj", "dense"]`, or `["value_proj", "dense"]`
-with `share_att_key=True`.
+DeBERTa-v2 can be trained if you freeze its relative positions (`rel_embeddings`, the encoder's
+`LayerNorm`, `pos_key_proj`, `pos_query_proj`). It can also be trained with LoRA on
+`target_modules=["query_proj", "key_proj", "value_proj", "dense"]`. If its config has
+`share_att_key=True`, use LoRA on `["value_proj", "dense"]` instead.
 
 Made by `python tests/dpflash/models_table.py` ([JSON](../benchmarks/results/models.json)).
 `make test-all` trains all models again, and checks that one sample changes the sum by at most
