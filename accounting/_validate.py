@@ -1,4 +1,4 @@
-"""Checks of arguments. The keyword of a value becomes the name in the error message."""
+"""Checks of arguments, passed by keyword: `positive(epsilon=x)` names epsilon in its error."""
 
 import math
 from numbers import Integral, Real
@@ -64,7 +64,7 @@ def rate(**values: object) -> None:
 
 
 def error_rate(**values: object) -> None:
-    """Refuse type I errors of a test that are not numbers in [0, 1]."""
+    """Refuse values that are not numbers in [0, 1]; each value is a test's type I error."""
     for name, value in values.items():
         if not 0 <= _real(name, value) <= 1:
             raise ValueError(
