@@ -18,7 +18,7 @@ def _real(name: str, value: object) -> float:
     except OverflowError:
         raise ValueError(f"{name}: expected a number within float's range, below 1e308") from None
     if math.isnan(number):
-        raise ValueError(f"{name}=nan: expected a number; look for a 0/0 or inf-inf that made it")
+        raise ValueError(f"{name}=nan: expected a number; find the 0/0 or inf-inf that gave it")
     return number
 
 

@@ -7,7 +7,7 @@ and y = (2x - 1) / (2 s^2), so that e^l = 1 - q + q e^y. With g(w) = e^w - 1 - w
     M(a) - 1 = E_Q [g(a l) + g((1 - a) l) - g(l); l > 0]           for a symmetric pair
 
 which are integrals of small terms if M is near 1, so that log M keeps its precision. Both are
-computed along the real line of x by the trapezoidal rule. If e^(a l) is much larger than its mean,
+computed along the real line of x by the trapezoidal rule. If terms e^(a l) nearly cancel there,
 they are computed along the ray l = l_min + w e^(i omega), w > 0, on which e^(a l) decays. The
 density is analytic there (e^y = 0 only at l_min), and the ray passes every zero of e^l - (1 - q)
 on the same side as the real line. The loss of several examples (`mixture`) is also a function of

@@ -383,7 +383,7 @@ class Spending:
     # Internals
 
     def _note_counted(self) -> None:
-        """Save the length and the last entry of the history of an accountant of Opacus."""
+        """Save the length and the last entry of the history, for an accountant of Opacus."""
         history = [] if self.is_ours else self.accountant.history
         self._counted = (len(history), tuple(history[-1])) if history else None
 
