@@ -1,4 +1,4 @@
-"""Makes the long description for PyPI: README, in which PyPI could not follow relative links."""
+"""Makes the long description for PyPI: README.md without relative links, which PyPI breaks."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def long_description(readme: str, project: str) -> str:
-    """README with links into the repository that pyproject.toml names, or without relative links.
+    """Return README with absolute links, or without relative links if no repository is named.
 
     Args:
         readme: text of README.md.

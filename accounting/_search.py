@@ -11,10 +11,10 @@ def smallest_passing(
     relative_tolerance: float,
     least: float = 1e-300,
 ) -> float:
-    """Return the least x >= `least` that passes, or a slightly larger x that passes.
+    """Return the least x >= `least` with `passes(x)`, or a slightly larger such x.
 
-    `high` must pass; if a value passes, all larger values must pass too. The search halves x until
-    it fails, then bisects in log space. The returned value was itself tested.
+    `passes(high)` must be true. If `passes(x)` is true, it must be true for all larger x too. The
+    search halves x until `passes(x)` is false, then bisects in log space. The result was tested.
     """
     low = max(high / 2, least)
     while passes(low):

@@ -1,4 +1,4 @@
-"""Checks of arguments. The keyword of a value becomes the name in the error message."""
+"""Checks of arguments, passed by keyword: `positive(epsilon=x)` names epsilon in its error."""
 
 import math
 from numbers import Integral, Real
@@ -18,7 +18,7 @@ def _real(name: str, value: object) -> float:
     except OverflowError:
         raise ValueError(f"{name}: expected a number within float's range, below 1e308") from None
     if math.isnan(number):
-        raise ValueError(f"{name}=nan: expected a number; look for a 0/0 or inf-inf that made it")
+        raise ValueError(f"{name}=nan: expected a number; find the 0/0 or inf-inf that gave it")
     return number
 
 
@@ -64,7 +64,7 @@ def rate(**values: object) -> None:
 
 
 def error_rate(**values: object) -> None:
-    """Refuse type I errors of a test that are not numbers in [0, 1]."""
+    """Refuse values that are not numbers in [0, 1]; each value is a test's type I error."""
     for name, value in values.items():
         if not 0 <= _real(name, value) <= 1:
             raise ValueError(

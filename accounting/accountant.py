@@ -59,19 +59,19 @@ class _Held(list[_T]):
 class Accountant(ABC):
     """A history of noisy steps, and their total privacy cost.
 
-    The methods, `history` and the keys of the state are those of Opacus' IAccountant, so that the
-    engines of both libraries can use the accountants of both. `registry.ACCOUNTANTS` maps names
-    to subclasses.
+    Methods, `history` and the state's keys match Opacus' IAccountant. So Opacus' engines can use
+    this class, and this library's engines can use Opacus' accountants. `registry.ACCOUNTANTS` maps
+    names to subclasses.
 
     Args:
         neighboring_relation: relation of the reported epsilon, "add_remove", "zero_out" or
             "replace_one".
 
     Attributes:
-        history: one (noise_multiplier, sample_rate, steps) per phase of equal steps with Poisson
-            sampling, in the order of the steps. It may be assigned, and is checked when epsilon
+        history: the steps with Poisson sampling, in order; one (noise_multiplier, sample_rate,
+            steps) for each phase of equal steps. It may be assigned, and is checked when epsilon
             or delta is computed. The history of an engine's accountant may only grow, see `hold`.
-        events: (event, count) of all other releases, as `compose` recorded them.
+        events: (event, count) of the events that `compose` recorded.
         is_bound: whether the reported epsilon is an upper bound.
 
     Guarantees:
@@ -117,11 +117,11 @@ class Accountant(ABC):
         self._events = events
 
     def hold(self, *, ledger: str | None = None) -> None:
-        """From now on, refuse loaded states and assigned histories that lack counted releases.
+        """From now on, refuse to load or assign a history without all releases counted so far.
 
-        An engine calls this method. With a ledger, releases are added only within `counting`, and
-        no other engine may use this accountant, because the other engine's releases would be
-        missing from the ledger. Copies of the accountant are not held.
+        An engine calls this method. With a ledger, releases can be added only within `counting`,
+        and no other engine may use this accountant, because the other engine's releases would be
+        missing from the ledger. Copies of the accountant have no such limits.
 
         Raises:
             ValueError: this ledger, or the ledger of an earlier engine, would lack releases.
@@ -129,14 +129,14 @@ class Accountant(ABC):
         name = self.mechanism()
         if self._is_held and (ledger, self._ledger) != (None, None):
             raise ValueError(
-                f"accountant={name!r} is the object of an engine with ledger={self._ledger!r}, "
-                f"and this engine has ledger={ledger!r}: the accountant of an engine with a "
-                f"ledger belongs to that engine alone. {_BY_NAME}"
+                f"accountant={name!r}: an engine with ledger={self._ledger!r} already uses this "
+                f"object, and this engine has ledger={ledger!r}. If an engine has a ledger, no "
+                f"other engine may use its accountant object. {_BY_NAME}"
             )
         if ledger is not None and (self._history or self._events):
             raise ValueError(
-                f"accountant={name!r} has counted releases before, and ledger={ledger!r} may lack "
-                f"these: epsilon of another engine on that ledger would be too small. {_BY_NAME}"
+                f"accountant={name!r} has already counted releases, and ledger={ledger!r} may not "
+                f"contain them: a later engine on it would report too small an epsilon. {_BY_NAME}"
             )
         self._is_held, self._ledger = True, ledger
         # The caller may have kept the lists, and could change them.
@@ -144,7 +144,7 @@ class Accountant(ABC):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Context manager in which releases that the ledger already has can be added."""
+        """Context manager that allows adding releases; the ledger must already have them."""
         before, self._ledger = self._ledger, None
         try:
             yield
@@ -153,7 +153,7 @@ class Accountant(ABC):
 
     @contextmanager
     def taken_back(self) -> Iterator[None]:
-        """Count a ledger's releases in this context; an error undoes the counts and `hold`."""
+        """Context manager: an error in its block empties the history and undoes `hold`."""
         before = {**vars(self), "_is_held": False, "_ledger": None, "_history": [], "_events": []}
         try:
             yield
@@ -170,7 +170,7 @@ class Accountant(ABC):
             )
 
     def for_trial(self) -> Self:
-        """Copy the accountant, so that steps can be added without counting them."""
+        """Copy the accountant; steps that are added to the copy are not counted."""
         return copy.copy(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -305,9 +305,9 @@ class Accountant(ABC):
         return found if interval else found.upper
 
     def get_beta(self, alpha: float) -> float:
-        """Bound the type II error of a test of type I error alpha: the f-DP trade-off curve.
+        """Bound the type II error of a test from its type I error alpha (f-DP trade-off curve).
 
-        A test guesses from the outputs which of two neighboring datasets they came from. If its
+        A test guesses from the outputs which of two neighboring datasets was used. If its
         error probability is at most alpha on the first dataset, its error probability on the
         second dataset is at least the returned value.
 
@@ -354,11 +354,11 @@ class Accountant(ABC):
 
     @abstractmethod
     def _epsilon(self, pairs: Pairs, delta: float) -> Interval:
-        """Compute epsilon of a nonempty composition of pairs with finite noise > 0."""
+        """Compute epsilon of composed dominating pairs: one or more, with finite noise > 0."""
 
     @abstractmethod
     def _delta(self, pairs: Pairs, epsilon: float) -> Interval:
-        """Compute delta of a nonempty composition of pairs with finite noise > 0."""
+        """Compute delta of composed dominating pairs: one or more, with finite noise > 0."""
 
     def _epsilon_interval(self, delta: float) -> Interval:
         pairs, failure = self._pairs(), self._failure()
@@ -396,7 +396,7 @@ class Accountant(ABC):
         return cls._name
 
     def __len__(self) -> int:
-        """Return the number of phases, as in Opacus; a phase's third entry is its steps."""
+        """Return the number of the history's phases, as in Opacus; a phase may have many steps."""
         return len(self.history)
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
@@ -420,9 +420,9 @@ class Accountant(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the history and the accountant's name under Opacus' keys.
 
-        With events, or under another relation than "add_remove", the state has the keys "steps",
-        "events" and "neighboring_relation" in place of "history". Opacus would read only
-        "history" and report too small an epsilon; it refuses a state without that key.
+        If there are events, or the relation is not "add_remove", the keys "steps", "events" and
+        "neighboring_relation" replace "history". Opacus refuses such a state. If it had the key
+        "history", Opacus would ignore its other keys and report too small an epsilon.
         """
         state: dict[str, Any] = {"mechanism": self.mechanism()}
         if not self.events and self.neighboring_relation == ADD_REMOVE:
@@ -522,7 +522,7 @@ class Accountant(ABC):
         return math.fsum(event.failure() * count for event, count in self._events)
 
     def _releases(self) -> list[tuple[Event, int]]:
-        """Return (event, count) of the checked history's phases with steps, and of `events`."""
+        """Return (event, count) of all releases: the history's phases as events, then `events`."""
         relation = self.neighboring_relation
         steps: list[tuple[Event, int]] = [
             (PoissonGaussian(relation=relation, noise_multiplier=noise, sample_rate=rate), count)
@@ -554,7 +554,7 @@ def _poisson_pairs(relation: str, noise: float, rate: float) -> list[tuple[Pair,
 
 
 def _maximum(beta: Callable[[float], float], high: float) -> float:
-    """Approximate the maximum on [0, high]: a grid, then golden section around its best point."""
+    """Approximate the maximum on [0, high]: a grid search, then golden section near its best."""
     high = high if 0 < high < math.inf else 1.0
     grid = [0.0, *(high * 2.0 ** (-k / 2) for k in range(40, -1, -1))]
     values = [beta(epsilon) for epsilon in grid]
@@ -604,8 +604,8 @@ def with_failure(
 
     Returns:
         Bounds of epsilon. The upper bound has delta_M(epsilon) + (1 + e^epsilon) m <= delta, and
-        is inf if no such epsilon was found. It is at most 1e-9 above the smallest such epsilon if
-        m is much smaller than delta, and somewhat farther above if such an epsilon barely exists.
+        is inf if no such epsilon was found. If m is much smaller than delta, the upper bound is at
+        most 1e-9 above the smallest such epsilon. Else it may be somewhat farther above.
     """
     upper = _least_upper(failure, delta, get_epsilon, get_delta)
     reached = delta + _cost(upper, failure)

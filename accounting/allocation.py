@@ -1,17 +1,17 @@
-"""The privacy loss of one step out of n, chosen at random: certified laws of a mean of lognormals.
+"""The privacy loss of n steps, one of which, chosen at random, has the sample: certified bounds.
 
-Letters: s is the noise, and R = e^((2x - 1) / (2 s^2)), x ~ N(0, s^2), the likelihood ratio of a
-step's output, chosen against not chosen. The ratio of all n steps is A = (R_1 + ... + R_n) / n,
-the mean of independent copies of R under Q, and
+Letters: s is the noise. The likelihood ratio of a step's output x ~ N(0, s^2), with the sample
+against without it, is R = e^((2x - 1) / (2 s^2)). The ratio of the outputs of all n steps is
+A = (R_1 + ... + R_n) / n, the mean of independent copies of R under Q, and
 
     delta = E_Q (A - e^epsilon)_+  (remove),    delta = E_Q (1 - e^epsilon A)_+  (add).
 
-Both are convex in A, also in the A of a composition, the product of its parts' A. So a law (a
-distribution of A) that is greater in convex order gives an upper bound, and a lesser law a lower
-bound. Splitting mass onto two values of A with the same mean makes a law greater. Merging mass at
-the mean makes a law lesser; for the two functions above, so does leaving mass out. Means of
-independent laws keep the order. Laws are stored on a grid of log A. The law for n steps is
-computed by doubling n. All terms are positive, so nothing cancels, and both tails are precise.
+Both are convex in A, and in the A of each part of a composition, whose A is the product of its
+parts' A. So a law (a distribution of A) that is greater in convex order gives an upper bound, and
+a lesser law a lower bound. A law becomes greater if mass is split onto two values of A with the
+same mean. It becomes lesser if mass is merged at the mean or, for the two functions above, left
+out. Means of independent laws keep the order. Laws are stored on a grid of log A. The law for n
+steps is computed by doubling n. All terms are positive: no cancellation, both tails are precise.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ POSITION_ERROR = 1e-11  # error of log A that the rounding of all doublings caus
 
 @dataclass(frozen=True)
 class Law:
-    """The distribution of A: masses on a grid of log A, at 0 and at infinity.
+    """A distribution of A (see the module): masses on a grid of log A, at A = 0 and infinity.
 
     Attributes:
         steps: n.
@@ -83,7 +83,7 @@ class Law:
 
 @lru_cache(maxsize=64)
 def law_of(noise: float, steps: int, is_upper: bool) -> Law:
-    """Return a law of A in n steps, greater or lesser in convex order than the exact law."""
+    """Bound the distribution of A in n steps in convex order, from above if `is_upper`."""
     law = first = _one_step(1 / noise, is_upper)
     for bit in bin(steps)[3:]:
         for is_odd in (False, True)[: 1 + int(bit)]:
@@ -181,7 +181,7 @@ def _mean(a: Law, b: Law, is_upper: bool) -> Law:
 
 
 def _columns(a: Law, b: Law, first: int) -> list[tuple[slice, float]]:
-    """Return slices of b to pair with a's rows, and their weights: 2 for later rows if a is b."""
+    """Return slices of b to combine with a's rows, and weights that use the symmetry if a is b."""
     if a is not b:
         return [(slice(None), 1.0)]
     end = first + _ROWS

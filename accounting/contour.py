@@ -8,14 +8,14 @@ upwards along Re a = 1 + c with m = a - 1 for P against Q ("remove"), and along 
 m = -a for Q against P ("add"), where c > 0. K = log M is a sum over steps, so the time depends
 only on the number of distinct steps, and delta may be arbitrarily small.
 
-The contour bends to the right, a = apex + scale (sin(b) (cosh t - 1) + i cos(b) sinh t). There the
-integrand decays even for few steps of tiny rate, whose loss has a Fourier transform that does not
-decay. In t the error of the trapezoidal rule with step h is at most
+The contour bends to the right, a = apex + scale (sin(b) (cosh t - 1) + i cos(b) sinh t). The
+integrand then decays even for few steps of tiny rate, although the Fourier transform of their loss
+does not. In t the error of the trapezoidal rule with step h is at most
 
     (I(-w) + I(w)) / (e^(2 pi w / h) - 1),   I(w) = Integral |integrand(t + i w)| |dt|,
 
-and t + i w is the same contour with b - w. If K is small, e^K - 1 replaces e^K, because the
-integral of the 1 is 0 for epsilon > 0; tiny deltas then keep their precision.
+and t + i w is the same contour with b - w. If K is small, e^K - 1 replaces e^K to keep the
+precision of tiny deltas; the term that is left out has the integral 0 for epsilon > 0.
 
 Source: the method is known as the saddle-point accountant (Alghamdi et al. 2023); the formula is
 the inversion of the Laplace transform of E_P (1 - e^(epsilon - L))_+.
@@ -59,14 +59,14 @@ class ContourAccountant(Accountant):
     """Epsilon by contour inversion: tight at any delta, for any number of different steps.
 
     Guarantees:
-        Both bounds of an interval include three errors. The trapezoidal rule's error is bounded
-        by a theorem, whose two integrals are evaluated numerically. The error of the contour's
-        finite length is bounded by the integrand at the contour's end and beyond, and float64's
-        rounding by the sizes of all terms. Contours that contradict each other are dropped. If no
-        contour has an error below 1e-3, or a subsampled step has noise below 0.2, Chernoff's bound
-        and PLD are used. If a subsampled step has noise below 0.01 or above 1e9, it is accounted
-        for without amplification. With random allocation, the interval is that of PLD. Both
-        directions, "remove" and "add", are evaluated, and the greater value is returned.
+        Both bounds of an interval include three errors. A theorem bounds the trapezoidal rule's
+        error; its two integrals are evaluated numerically. The integrand at the contour's end and
+        beyond bounds the error of the contour's finite length. The sizes of all terms bound the
+        rounding errors of float64. Contours that contradict each other are dropped. If no contour
+        has an error below 1e-3, or a subsampled step has noise below 0.2, Chernoff's bound and PLD
+        are used. If a subsampled step has noise below 0.01 or above 1e9, it is accounted for
+        without amplification. With random allocation, PLD computes the interval. Both directions,
+        "remove" and "add", are evaluated, and the greater value is returned.
 
     Source:
         See the module.
@@ -116,7 +116,7 @@ class ContourAccountant(Accountant):
 
 
 def _is_one_example(pairs: Pairs) -> bool:
-    """Return whether this is one step with units of one example, which has a closed form."""
+    """Return whether there is one step, with one example per unit: it has a closed form."""
     return len(pairs) == 1 and pairs[0][1] == 1 == pairs[0][0].examples == pairs[0][0].steps
 
 
@@ -160,7 +160,7 @@ def _has_moderate_noise(pairs: Pairs) -> bool:
 
 
 def _is_lattice(pairs: Pairs) -> bool:
-    """Return whether a loss takes almost only two values, so that its transform does not decay.
+    """Return whether a loss nearly always has one of two values: its transform does not decay.
 
     The integrand along a contour then falls below the rounding error and rises again.
     """
@@ -216,7 +216,7 @@ def _epsilon_of(pairs: Pairs, side: int, delta: float) -> _Bounds:
 
 
 def _largest_added_loss(pairs: Pairs) -> float:
-    """Return the "add" loss's supremum: the loss of outputs that prove a sample's absence."""
+    """Return the supremum of the loss under "add": -log P(the added sample is never drawn)."""
     if any(pair.rate == 1 for pair, _ in pairs):
         return math.inf
     return -math.fsum(count * pair.log_absence for pair, count in pairs)
@@ -225,7 +225,7 @@ def _largest_added_loss(pairs: Pairs) -> float:
 def _first_significant_delta(
     axis: RealAxis, epsilon: float, delta: float
 ) -> tuple[float, float, float]:
-    """Return delta, its error bound and derivative, from the first contour that resolves delta."""
+    """Return delta, its error bound and derivative, by the first contour that is exact enough."""
     found = (math.nan, math.nan, math.nan)
     for contour in axis.contours(epsilon):
         found = integral_along(axis.pairs, contour, False).delta(epsilon)

@@ -1,6 +1,6 @@
 """The integral along one contour: a composition's cumulant, and its delta with an error bound.
 
-Letters: a is the order, K the cumulant log M(a) of the whole composition, m as in `contour`.
+Letters: a is the order, K = log M(a) the whole composition's cumulant; `contour` defines m.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def representatives(pairs: Pairs) -> Pairs:
 
 
 def cut_probability(pairs: Pairs, cut: float | None) -> float:
-    """Bound twice the probability that some step's output is beyond `cut` (see `log_mgf`)."""
+    """Return twice a bound of P(some output is beyond `cut`), see `log_mgf`; 0 without a cut."""
     return 0.0 if cut is None else 2 * sum(count for _, count in pairs) * float(ndtr(-cut))
 
 
@@ -104,7 +104,7 @@ def _known_cumulants(*at: Any) -> dict[Pair, tuple[_Complex, _Real]]:
 def _cumulants(
     pairs: Pairs, contour: Contour, piece: int, level: int, edges: bool, enough: float
 ) -> tuple[_Complex, _Real]:
-    """Return the composed cumulant and its error, at a piece's nodes, then the edges' nodes."""
+    """Return the composed cumulant and its error, on the contour, then on the strip's edges."""
     known = _known_cumulants(contour, piece, level, edges, enough)
     missing = [pair for pair, _ in pairs if pair not in known]
     if len(known) + len(missing) > _MOST_KNOWN:
@@ -159,7 +159,7 @@ class ContourIntegral:
         self._factors: dict[tuple[float, int, float], tuple[_Complex, _Complex]] = {}
 
     def delta(self, epsilon: float) -> tuple[float, float, float]:
-        """Return delta, its error bound (of rounding only if not `edges`), and its derivative."""
+        """Return delta, its error bound (with the step's error if `edges`), its derivative."""
         best = (math.nan, math.inf, math.nan)
         for level in range(_FINEST + 1 if self.edges else 1):
             value, slope, rounding, strip = self._sum(epsilon, level)
@@ -174,7 +174,7 @@ class ContourIntegral:
         return best
 
     def _sum(self, epsilon: float, level: int) -> tuple[float, float, float, float]:
-        """Return delta, its derivative, error of rounding and length, and error of the step."""
+        """Return delta, its derivative, rounding plus truncation error, and trapezoidal error."""
         step = self.contour.step(level)
         value = slope = rounding = strip = tail = largest = coarser = 0.0
         edge_open, peaks, edge_tails = [True, True], [0.0, 0.0], [0.0, 0.0]
@@ -238,7 +238,7 @@ class ContourIntegral:
     def _edges(
         self, epsilon: float, piece: int, cumulant: _Complex, error: _Real
     ) -> list[tuple[_Real, int]]:
-        """Return the integrand's modulus on both edges, and the number of reliable values."""
+        """Return |integrand| on each edge, and the number of values before rounding dominates."""
         t = _nodes(piece, _EDGE_STEP)
         sides = []
         for index, shift in enumerate((-self.contour.shift, self.contour.shift)):
@@ -305,7 +305,7 @@ def _tail_bound(size: _Real, largest: float, ends: bool, before: float) -> float
 
 
 class RealAxis:
-    """The integrand on the real axis: bounds by Chernoff, and the apexes of contours."""
+    """The integrand on the real axis, for Chernoff's bounds and for the choice of contours."""
 
     def __init__(self, pairs: Pairs, side: int, delta: float) -> None:
         self.pairs = pairs
@@ -328,7 +328,7 @@ class RealAxis:
         return self._known[k, cut]
 
     def chernoff(self, delta: float) -> tuple[float, int, float | None]:
-        """Approximate the least epsilon of Chernoff's bound at delta; return its k and cut too."""
+        """Return about the least epsilon of Chernoff's bound at delta, and its k and cut."""
         found = []
         for cut in (None, self.cut):
 
@@ -435,13 +435,13 @@ def _chernoff_epsilon(cumulant: float, k: int, delta: float) -> float:
 
 
 def _chernoff_log_delta(cumulant: float, k: int, epsilon: float) -> float:
-    """Bound log delta, as (1 - e^-u)_+ <= e^(c u) max_x (1 - e^-x) e^(-c x), u = L - epsilon."""
+    """Bound log delta by (1 - e^-u)_+ <= e^(c u) max_x (1 - e^-x) e^(-c x), u = L - epsilon."""
     c = 2.0 ** (k / OCTAVE)
     return cumulant - c * epsilon - _entropy(c)
 
 
 def _upper_cumulant(pairs: Pairs, side: int, k: int, cut: float | None) -> tuple[int, float]:
-    """Lower k until K is finite; return that k, and K plus its rounding error (inf if none)."""
+    """Lower k until K at its apex is finite; return k and an upper bound of K, inf if none is."""
     for _ in range(_TRIES):
         order = np.array([apex_of(side, k) + 0j])
         found, errors = log_mgfs([pair for pair, _ in pairs], order, cut=cut, enough=_ENOUGH)

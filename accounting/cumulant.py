@@ -7,7 +7,7 @@ and y = (2x - 1) / (2 s^2), so that e^l = 1 - q + q e^y. With g(w) = e^w - 1 - w
     M(a) - 1 = E_Q [g(a l) + g((1 - a) l) - g(l); l > 0]           for a symmetric pair
 
 which are integrals of small terms if M is near 1, so that log M keeps its precision. Both are
-computed along the real line of x by the trapezoidal rule. If e^(a l) is much larger than its mean,
+computed along the real line of x by the trapezoidal rule. If terms e^(a l) nearly cancel there,
 they are computed along the ray l = l_min + w e^(i omega), w > 0, on which e^(a l) decays. The
 density is analytic there (e^y = 0 only at l_min), and the ray passes every zero of e^l - (1 - q)
 on the same side as the real line. The loss of several examples (`mixture`) is also a function of
@@ -56,11 +56,11 @@ def log_mgf(
 ) -> tuple[_Complex, _Real]:
     """Compute log M at each order, up to multiples of 2 pi i, and its rounding error.
 
-    Orders a have Im a >= 0, and Re a >= 1 for a symmetric pair; neighbors in `orders` are close.
-    `cut` leaves the outputs beyond 1 + cut standard deviations out of M (for several examples,
-    those beyond an output of equal probability); None uses all outputs. `enough` is the error of M
-    up to which the real line is used; 0 gives the best accuracy, also for a small log M. Values
-    out of float64's range are NaN.
+    Orders a must have Im a >= 0, and Re a >= 1 for a symmetric pair; sort them so that neighbors
+    are close. With `cut`, outputs beyond 1 + cut standard deviations are left out of M (with
+    several examples, outputs beyond an output of equal probability). If M's error on the real line
+    is below `enough`, the real line is used; 0 gives the best accuracy, also for a small log M.
+    Values out of float64's range are NaN.
     """
     if pair.rate == 1:
         exact = orders * (orders - 1) / (2 * pair.noise**2)
@@ -126,7 +126,7 @@ def _log_of(excess: _Complex, rounding: _Real) -> tuple[_Complex, _Real]:
 def _real_line_excesses(
     pairs: Sequence[Pair], orders: _Complex, cut: float | None, enough: float
 ) -> tuple[_Complex, _Real]:
-    """Return `_real_line_excess` of many simple pairs; NaN if the real line is too inaccurate."""
+    """Return `_real_line_excess` of many `_is_simple` pairs; NaN if it would be too inaccurate."""
     s, q = np.array([(pair.noise, pair.rate) for pair in pairs]).T[:, :, None]
     path, loss, log_density = _coarse_paths(tuple(pairs), cut)
     excess = np.empty((len(pairs), len(orders)), complex)
@@ -170,7 +170,7 @@ def _real_line_excesses(
 def _sums(
     s: _Real, q: _Real, low: _Real, high: _Real, orders: _Complex, size: int
 ) -> tuple[_Complex, _Real]:
-    """Return M - 1 of some pairs by `size` nodes, and its rounding error."""
+    """Return M - 1 of some pairs, computed with `size` nodes, and its rounding error."""
     y = low[:, None] + (high - low)[:, None] * _unit_grid(size)
     loss, log_density = _real_paths(s, q, y)
     log_density += np.log((high - low)[:, None] / (size - 1))
@@ -244,7 +244,7 @@ class RoughCumulants:
         return np.asarray(result)
 
     def _path(self, cut: float | None) -> tuple[_Real, ...]:
-        """Return loss, log density and density [pairs, nodes], the sum of g(loss), the step."""
+        """Return loss, log density, density [pairs, nodes], and sum of g(loss), step [pairs]."""
         y, loss, log_density = _coarse_paths(self._pairs, cut)
         weight = np.exp(log_density)
         mean = _real_g(loss, log_density, weight).sum(axis=1)
@@ -337,7 +337,7 @@ def _real_path(pair: Pair, y: _Real) -> tuple[_Real, _Real]:
 
 
 def _path(pair: Pair, y: _Real, angle: float) -> tuple[_Complex, _Complex]:
-    """Return the loss along the line or ray, and the log of the density of y there."""
+    """Return the loss at each y, on the real line or the ray, and the log of y's density."""
     s, q = pair.noise, pair.rate
     log_scale = math.log(s / math.sqrt(2 * math.pi))
     if not angle:
@@ -401,7 +401,7 @@ def _coarse_path(pair: Pair, angle: float, cut: float | None) -> tuple[_Real, _C
 
 
 def _line_step(pair: Pair, orders: _Complex, high: float, digits: float) -> float:
-    """Return the step of y. On Im y = t / s the integrand grows by e^(t^2 / 2 + |Im a| Im l)."""
+    """Return the step of y. At Im y = t / s the integrand is e^(t^2 / 2 + |Im a| Im l) larger."""
     s = pair.noise
     if pair.examples > 1:
         return _mixture_step(pair, orders, high, digits)
@@ -418,8 +418,8 @@ def _mixture_step(pair: Pair, orders: _Complex, high: float, digits: float) -> f
 
     The error is at most I / (e^(2 pi t / step) - 1), where I is the integral of the integrand's
     modulus along Im y = t and Im y = -t. On these lines |f| (see `mixture`) is at most its value
-    on the real line. For t <= 1.5 the angle of f is at most 1.1 t E(j | x), because each zero is
-    real and negative and adds the angle of a factor 1 + w e^(i t).
+    on the real line. For t <= 1.5 the angle of f is at most 1.1 t E(j | x): the zeros of f are
+    real and negative, so f's angle is the sum of the angles of factors 1 + w e^(i t).
     """
     mixture, s = mixture_of(pair), pair.noise
     y, path, log_path = _coarse_path(pair, 0.0, None)
@@ -447,7 +447,7 @@ def _output(pair: Pair, y: _Real) -> _Real:
 def _symmetric_excess(
     pair: Pair, orders: _Complex, angle: float, top: float, step: float
 ) -> tuple[_Complex, _Real]:
-    """Return M - 1 of a symmetric pair; each exponent is integrated on its ray from the loss 0.
+    """Return M - 1 of a symmetric pair; integrate each of its three terms on its own ray.
 
     Nodes are equidistant in t with y = log(1 + e^t). Near the loss 0 the integrand decays as
     e^(3 t).
@@ -479,7 +479,7 @@ def _symmetric_excess(
 
 
 def _nodes(low: float, high: float, step: float) -> tuple[_Real, float]:
-    """Return nodes at most a step apart, and their distance; NaN if there would be too many."""
+    """Return nodes at most `step` apart, and their distance; NaN if there would be too many."""
     if not (high - low) / step < _MOST_NODES:
         return np.array([math.nan]), math.nan
     x, step = np.linspace(low, high, max(2, math.ceil((high - low) / step) + 1), retstep=True)

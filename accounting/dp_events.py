@@ -216,7 +216,7 @@ class _Reader:
         raise _unknown(given)
 
     def _mixture(self, given: Any) -> Event:
-        """Convert a mixture of Gaussians, one for each number of a unit's drawn examples."""
+        """Convert a mixture over a unit's number of drawn examples to `UnitPoissonGaussian`."""
         examples = len(given.sensitivities) - 1
         if examples < 1 or list(given.sensitivities) != list(range(examples + 1)):
             raise _unknown(given, f" with the sensitivities {list(given.sensitivities)!r}")
@@ -265,9 +265,9 @@ def _sensitivity(reading: str | None, replaced: bool) -> float:
         return 1.0
     if reading is None:
         raise ValueError(
-            "noise_relative_to=None: if a sample is replaced by another, dp_accounting's "
-            "accountants differ on a noise_multiplier; pass 'bound' (relative to one sample's "
-            "bound, as in PLDAccountant) or 'sensitivity' (to twice the bound, RdpAccountant)"
+            "noise_relative_to=None: if a sample is replaced, dp_accounting's accountants define "
+            "noise_multiplier differently; pass 'bound' (noise divided by one sample's bound: "
+            "PLDAccountant) or 'sensitivity' (noise divided by twice the bound: RdpAccountant)"
         )
     return 2.0 if reading == "sensitivity" else 1.0
 

@@ -150,14 +150,14 @@ class UnitPoissonGaussian(PoissonGaussian):
             costs the same as `PoissonGaussian`.
 
     Guarantees:
-        The mixture sum over j of Binom(k, sample_rate)(j) * N(j, noise_multiplier^2) and N(0,
-        noise_multiplier^2) are a pair that dominates the sum of one step on any two neighbors, in
-        both directions, and is attained. Let J be the number of the unit's drawn examples and V
-        their contribution divided by the bound, so that |V| <= J. Under Q, P / Q is a sum of
-        lognormals, one for each value of V, so E (P / Q - alpha)_+ is greatest if all V point in
-        one direction (comonotone terms have the greatest sum in convex order). Then P / Q
-        increases with the output, the event P / Q > alpha is a half-line, and its probability
-        increases with V. A unit of fewer examples has a stochastically smaller J.
+        Let P be the mixture sum over j of Binom(k, sample_rate)(j) * N(j, noise_multiplier^2), and
+        Q = N(0, noise_multiplier^2). The pair dominates one step's sum on any two neighbors, in
+        both directions, and is attained. Proof: let J be the number of the unit's drawn examples,
+        and V their contribution divided by the bound, so |V| <= J. Under Q, P / Q is a sum of
+        lognormals, one for each value of V. So E (P / Q - alpha)_+ is greatest if all V point in
+        one direction (comonotone terms have the greatest sum in convex order). Then P / Q > alpha
+        on a half-line of outputs, whose probability increases with V. A unit of fewer examples has
+        a stochastically smaller J.
 
     Source:
         Mixture of Gaussians mechanisms: Choquette-Choo, Ganesh, Steinke, Thakurta 2024 (arXiv
@@ -212,12 +212,12 @@ class TruncatedPoissonGaussian(PoissonGaussian):
 class CyclicPoissonGaussian(PoissonGaussian):
     """A round of cyclic Poisson sampling with banded noise: one batch from each part, in turn.
 
-    A sample is in one of `bands` parts, at random or by a rule, and enters that part's batch
-    independently. The rounds of banded noise compose. A shorter last round costs no more.
+    The dataset is divided into `bands` parts, at random or by a rule. Each sample independently
+    enters the batch of its part. Rounds compose. A shorter last round costs no more.
 
     Attributes:
-        noise_multiplier: the standard deviation of the independent noise z, divided by the norm
-            of a column of the matrix C and by the bound, see `dpflash.noise.Banded`, >= 0.
+        noise_multiplier: the standard deviation of z / (norm of a column of C * bound), >= 0. For
+            the noise z and the matrix C see `dpflash.noise.Banded`.
         sample_rate: the probability that a sample is in the batch of its part, in [0, 1].
         bands: b >= 1, the number of parts and of batches in a round.
 
@@ -254,12 +254,12 @@ class RandomAllocationGaussian(Event):
         Let a block have n steps. The pair (1/n) sum over t of N(e_t, noise_multiplier^2 I) against
         N(0, noise_multiplier^2 I), in n dimensions, dominates the block in both directions and is
         attained. The sample changes only its own step's sum, by at most one bound, and the change
-        may depend on earlier outputs. So all sums together are obtained, step by step, from one
-        sample of the pair, scaled by the change, with noise added. Blocks are independent, so
-        their pairs compose. The bound also holds for the sampler that draws k of all T steps
-        uniformly, without blocks. Equivalently, that sampler divides the steps at random into k
-        sets of the blocks' lengths and draws one step from each set. Even if this division is
-        published, the sets cost the same as the blocks.
+        may depend on earlier outputs. So the block's sums can be computed step by step from one
+        output of the pair: scale each coordinate by the change, and add noise. Blocks are
+        independent, so their pairs compose. The bound also holds for the sampler that draws k of
+        all T steps uniformly, without blocks. Equivalently, that sampler divides the steps at
+        random into k sets of the blocks' lengths, and draws one step from each set. Even if this
+        division is published, the sets cost the same as the blocks.
 
     Source:
         Feldman and Shenfeld 2025, Privacy amplification by random allocation (arXiv 2502.08202);
@@ -496,6 +496,6 @@ def _same_relation(relation: str, events: Sequence[Event]) -> None:
     for event in events:
         if event.relation != relation:
             raise ValueError(
-                f"relation={relation!r} and an event under {event.relation!r} have no common "
-                f"guarantee; convert one of them, such as event.convert({relation!r})"
+                f"relation={relation!r}: an event has relation={event.relation!r}, so there is no "
+                f"common guarantee; convert the event, event.convert({relation!r})"
             )

@@ -111,7 +111,7 @@ def one_step_delta(pair: Pair, epsilon: float) -> float:
 
 
 def one_step_epsilon(pair: Pair, delta: float) -> float:
-    """Compute the least epsilon >= 0 with `one_step_delta` at most delta, to 1e-12 relative."""
+    """Compute the least epsilon >= 0 with `one_step_delta` <= delta, to 1e-12 relative error."""
     return _least(lambda epsilon: one_step_delta(pair, epsilon) <= delta)
 
 

@@ -65,9 +65,9 @@ class Mixture:
         return self._in_parts(x, lambda j, x, logs: self._log_modulus(j, x, logs, height))
 
     def place(self, loss: _Real) -> _Real:
-        """Return the output with this loss; -inf if no output has it.
+        """Return the output with this loss; -inf if no output has this loss.
 
-        Newton's method solves for log(f - p_0), a convex function of x, from a greater x.
+        Newton's method for log(f - p_0), a convex function of x, starts above the solution.
         """
         loss = np.asarray(loss, dtype=np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -104,12 +104,12 @@ class Mixture:
         return float(np.exp(self.log_p[1 : self.most + 1]) @ apart)
 
     def exponents(self, x: _Real) -> _Real:
-        """Approximate the exponents whose rounding error enters l(x): |log p_j| of likely j."""
+        """Approximate the scale of the rounding error of l(x): |log p_j| of the likely j."""
         j = np.clip(np.rint(self.mean(x)).astype(np.intp), 0, self.examples)
         return np.asarray(8 + 2 * np.abs(self.log_p[j]))
 
     def loss_variance(self) -> float:
-        """Approximate the loss's variance: chi-squared divergence or, if less, value at rate 1."""
+        """Approximate the loss's variance: min(chi-squared divergence, variance at rate 1)."""
         whole = (self.examples / self.noise) ** 2
         j, log_p = np.arange(1, self.most + 1), self.log_p[1 : self.most + 1]
         exponent = np.outer(j, j) / self.noise**2
@@ -119,7 +119,7 @@ class Mixture:
         return min(whole + whole**2 / 4, chi_squared)
 
     def _in_parts(self, x: _Real, function: Callable[[_Real, _Real, _Real], Any]) -> Any:
-        """Apply `function` to j, x and log r_j [x, j], for j from 1 to the last not negligible."""
+        """Apply `function` to (j, x, log r_j [x, j]) for parts of x; omit negligible large j."""
         flat = np.asarray(x, dtype=np.float64).reshape(-1)
         parts: list[Any] = []
         begin = 0
@@ -137,7 +137,7 @@ class Mixture:
         return np.concatenate(parts).reshape(np.shape(x))
 
     def _last(self, x: float) -> int:
-        """Return the last j whose term is not negligible at this output or at a smaller output."""
+        """Return the greatest j whose term is not negligible, for outputs up to x."""
         if not math.isfinite(x):
             return self._usual
         j = np.arange(1, self.examples + 1)

@@ -1,7 +1,7 @@
 """Dominating pairs, by which accountants describe mechanisms.
 
-Letters: s is the noise's standard deviation divided by the distance by which one example moves the
-mean, q the sample rate, k the number of examples of a unit. An example is in one of n steps.
+Letters: s is the noise's standard deviation divided by one example's shift of the mean. q is the
+sample rate, k a unit's number of examples, n the number of steps, one of which has the example.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Pair:
         noise: s, finite and > 0.
         rate: q, in (0, 1]; with 1 the pair is the Gaussian mechanism itself.
         symmetric: if False, the pair is (1-q) N(0, s^2) + q N(1, s^2) against N(0, s^2), or the
-            reverse if its delta is greater. If True, the pair has, in both directions, the
-            privacy profile of the former direction for epsilon >= 0.
+            reverse if its delta is greater. If True, each direction of the pair has the privacy
+            profile of that first direction for epsilon >= 0.
         examples: k. Above 1, the pair is sum over j of Binom(k, q)(j) N(j, s^2) against N(0, s^2),
             or the reverse; see `UnitPoissonGaussian`. Such a pair is not symmetric.
         steps: n. Above 1, q = 1 / n and the pair describes all n steps, one of which has the
@@ -31,7 +31,7 @@ class Pair:
     Source:
         Zhu, Dong, Wang 2022, Optimal Accounting of Differential Privacy via Characteristic
         Function, Theorems 10 and 11. The symmetric pair: for alpha >= 1 advanced joint convexity
-        (Balle, Barthe, Gaboardi 2018, Theorem 2) bounds H_alpha by that of the former direction,
+        (Balle, Barthe, Gaboardi 2018, Theorem 2) bounds H_alpha by that of the first direction,
         and for alpha < 1 H_alpha(P, Q) = alpha H_{1/alpha}(Q, P) + 1 - alpha.
     """
 

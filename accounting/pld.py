@@ -37,13 +37,13 @@ class PLDAccountant(Accountant):
 
     Guarantees:
         Under the assumptions of `Accountant` the history is (get_epsilon(delta), delta)-private
-        and (epsilon, get_delta(epsilon))-private. It is not private with a value below the lower
-        bound. The rounding of the FFT, the mass outside of its window and the mass that wraps
-        around are bounded and included in both bounds.
+        and (epsilon, get_delta(epsilon))-private. With an epsilon or delta below its lower
+        bound it is not private. Both bounds include bounds of three errors: the FFT's rounding,
+        the mass outside of its window, and the mass that wraps around.
 
     Source:
         Upper bound: Doroshenko, Ghazi, Kamath, Kumar, Manurangsi 2022, Connect the Dots. Lower
-        bound: merging outputs is post-processing; cells are moved until losses lie on a grid.
+        bound: merging outputs to cells is post-processing; cells are chosen with losses on a grid.
         Exponential tilting (Cramer 1938) makes rounding errors relative to delta, not to 1.
         Koskela, Jaelkoe, Prediger, Honkela 2021 compose without tilting.
     """
@@ -73,7 +73,7 @@ def pld_delta(pairs: Pairs, epsilon: float) -> Interval:
 
 
 def _total_variation(pairs: Pairs) -> float:
-    """Return a bound of delta at every epsilon: the sum of bounds of total variations."""
+    """Bound delta at every epsilon by the sum of the pairs' total variation distances."""
     return (1 + 1e-12) * math.fsum(n * _variation(pair) for pair, n in pairs)
 
 
@@ -186,7 +186,7 @@ def _epsilon_at(composition: Composition, delta: float) -> float:
 
 @dataclass(frozen=True)
 class Composition:
-    """The tilted masses of the composed loss, and bounds of their errors.
+    """The masses of the composed loss times e^(theta loss) (tilted), and bounds of their errors.
 
     delta(e) = exp(log_scale) sum masses exp(-theta (loss - reference)) (1 - exp(e - loss))_+, with
     an error of at most `outside` exp(-theta (e - reference)) exp(log_kernel(theta)) + `infinite`.

@@ -30,9 +30,9 @@ _NODES = {n: np.polynomial.legendre.leggauss(n) for n in (4, 6)}
 
 @dataclass(frozen=True)
 class LossDistribution:
-    """One direction of one pair, on a line along which its loss increases.
+    """The privacy loss of a pair in one direction, as an increasing function of t.
 
-    The line is x if a sample is removed (P is the mixture), and -x if a sample is added.
+    If a sample is removed (P is the mixture), t is the output x; if one is added, t is -x.
     """
 
     noise: float
@@ -105,7 +105,7 @@ class LossDistribution:
         return (-reach, most + reach) if self.sign == 1 else (-most - reach, reach)
 
     def edge(self) -> float:
-        """Return the loss's infimum (supremum for an addition), +-log P(no example is drawn)."""
+        """Return the loss's infimum (sign 1) or supremum (-1): +-log P(no example is drawn)."""
         if self.rate == 1:
             return -math.inf
         absence = self.mixture.log_p[0] if self.mixture else math.log1p(-self.rate)
@@ -218,8 +218,8 @@ def _merged(
 ) -> tuple[int, Array, Array]:
     """Return the first j, losses and masses of cells for random allocation (discrete losses).
 
-    A loss's mass is spread up to the middles between it and its neighbors, so that the border of
-    two cells may divide it. This is valid, because outputs with equal losses may be distinguished.
+    Each mass is spread halfway to its neighbors, so that the border of two cells may divide the
+    mass. This is valid, because outputs with equal losses may be distinguished.
     """
     losses, of_p, of_q, _ = losses_of(pair, sign, False)
     first = math.floor(span[0] / spacing)
@@ -244,9 +244,9 @@ def _cells(
 ) -> tuple[float, int, Array, Array, float]:
     """Partition the line into cells whose losses are as close to a grid as possible.
 
-    A cell merged into one output has the loss log(P / Q) of its masses. Newton's method moves the
-    boundaries, with the smallest step, until these losses are offset + D j. If log(1 - q), near
-    which much mass may lie, is among the losses, the offset moves too. The line begins at `inner`.
+    A cell merged into one output has the loss log(P(cell) / Q(cell)). Newton's method moves the
+    boundaries, by the smallest steps, until these losses are offset + D j. Much mass may lie near
+    the loss log(1 - q); if cells reach it, the offset moves too. The line begins at `inner`.
     Returns the offset, the first j, the cells' losses and masses under P, the first boundary.
     """
     first = math.floor(span[0] / spacing) if inner is None else 0

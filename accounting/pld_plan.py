@@ -119,7 +119,7 @@ def _deviation(sampled: _Sampled, theta: float = 0.0) -> float:
 
 
 def plan_of(pairs: Pairs, sign: int, query: Query, near: float | None = None) -> Plan | None:
-    """Choose a plan for an epsilon of about `near`, by default of about the Chernoff bound."""
+    """Choose a plan for an epsilon near `near`, or near the Chernoff bound if `near` is None."""
     whole = [(*_sample(pair, sign), n) for pair, n in pairs]
     sampled: _Sampled = whole
     steps = sum(n for _, n in pairs)
@@ -185,7 +185,7 @@ def _truncated(
 
 
 def spacing_of(pairs: Pairs, plan: Plan, query: Query) -> tuple[float, float]:
-    """Return the spacing of the first grid, and the smallest spacing.
+    """Return the spacing of the first grid, and the smallest spacing that is allowed.
 
     Splitting a loss onto two grid points raises K by theta (theta + 1) D^2 / 12 for each step, and
     so epsilon by (theta + 1) D^2 / 12.

@@ -173,7 +173,7 @@ def _whole_order_log_a(sigma: float, q: float, orders: tuple[float, ...]) -> _Ar
 def _log_binomials(
     orders: tuple[float, ...],
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], _Array]:
-    """List all pairs (a, k = 2..a); return each k - 2, each a's first index, each log C(a, k)."""
+    """Return three lists: k - 2 for all a and k = 2..a, each a's first index, log C(a, k)."""
     lengths = np.array(orders, dtype=np.intp) - 1
     starts = np.concatenate(([0], np.cumsum(lengths)[:-1])).astype(np.intp)
     index = np.arange(lengths.sum(), dtype=np.intp) - np.repeat(starts, lengths)

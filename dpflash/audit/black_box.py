@@ -36,7 +36,7 @@ def train_on_documents(
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_], Accountant]:
     """Train with a new engine and the audited settings, on about half of the canary documents.
 
-    Returns (scores `[canaries]`, bool `[canaries]`: whether each is in the data, accountant).
+    Returns scores `[canaries]`, whether each canary was in the data `[canaries]`, the accountant.
     """
     if canaries < LEAST_CANARIES:
         raise ValueError(

@@ -3,21 +3,21 @@
 The higher a canary's score, the more likely it was in the data. If each canary was put into the
 data by a fair coin, independent of the other coins, the scores give three statistics.
 
-- The verdict compares upper confidence limits (Clopper and Pearson) of the false positive and
-  false negative rates at fixed cuts with the claimed trade-off curve. It assumes that scores are
-  independent given the coins, which holds for orthogonal gradients and independent noise.
-- The Gaussian bound is the epsilon of the Gaussian trade-off curve through such limits. It assumes
-  that the mechanism is Gaussian.
+- The verdict: at fixed score thresholds (cuts), upper confidence limits (Clopper and Pearson) of
+  false positive and false negative rates are compared with the claimed trade-off curve. It assumes
+  scores that are independent given the coins, as with orthogonal gradients and independent noise.
+- The Gaussian bound is the epsilon of the Gaussian trade-off curve through such limits at one cut.
+  It assumes that the mechanism is Gaussian.
 - The assumption-free bound: the auditor guesses that canaries with the highest scores were in the
   data, and canaries with the lowest scores were not. Too many right guesses refute an epsilon.
 
-A `Plan` holds the cuts and the numbers of guesses. It must not be made from the scores to which
-it is applied.
+A `Plan` holds the cuts and the numbers of guesses. Never make it from the scores that it is
+applied to.
 
 Source:
     Steinke, Nasr, Jagielski 2023, Privacy Auditing with One (1) Training Run, section 5 and
     appendix D. Nasr et al. 2023, Tight Auditing of Differentially Private Machine Learning, for
-    the bound that assumes Gaussian. Mahloujifar, Melis, Chaudhuri 2024 (arXiv 2410.22235) test
+    the Gaussian bound. Mahloujifar, Melis, Chaudhuri 2024 (arXiv 2410.22235) test
     trade-off curves in one run without independent scores, which is not done here.
 """
 
@@ -84,7 +84,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Plan:
-    """The cuts and numbers of guesses, chosen without the scores that they are applied to."""
+    """Score thresholds (cuts) and numbers of guesses, chosen without the assessed scores."""
 
     cuts: tuple[float, ...]  # scores at which false positives and false negatives are counted
     middle: float  # the cut from which the Gaussian bound is computed
@@ -101,7 +101,7 @@ class Plan:
         delta: float,
         confidence: float,
     ) -> Plan:
-        """Choose a plan from scores `[N]` for the scores of `canaries` other canaries.
+        """Choose a plan from scores `[N]`, to be applied to scores of `canaries` other canaries.
 
         If fewer than 40 of the N canaries are in the data, or out of it, the plan has no guesses.
         """
@@ -145,7 +145,7 @@ class Cut:
     """Errors of the test "a canary was in the data if its score is at least `score`".
 
     Attributes:
-        score: the cut.
+        score: the score threshold.
         false_positives: of the canaries out of the data, the fraction with at least this score.
         false_negatives: of the canaries in the data, the fraction with a lower score.
         most_false_positives: upper confidence limit of the false positive rate.
@@ -202,8 +202,8 @@ def assess(
     """Compute errors at the plan's cuts, lower bounds on epsilon, and the verdict on scores `[N]`.
 
     Fair coins must have decided which canaries were in the data. A true claim is refuted with a
-    probability of at most `false_alarm_rate`. If `independent` (an honest mechanism's scores are
-    independent given `included`), the rates at the cuts are compared with the claimed curve.
+    probability of at most `false_alarm_rate`. Pass `independent` if an honest mechanism's scores
+    are independent given `included`: the rates at the cuts are compared with the claimed curve.
     Otherwise the number of right guesses is compared with (epsilon, delta), a weaker test.
     """
     inside, outside = np.sort(scores[included]), np.sort(scores[~included])
@@ -281,8 +281,8 @@ def one_run_p_value(
     """Return the largest probability of `correct` or more right guesses under the claim.
 
     With W ~ Binomial(guesses, 1 / (1 + e^-epsilon)) the result is P[W >= correct] + 2 * canaries *
-    delta * max_i P[correct - i <= W < correct] / i. It holds for any dependence between canaries
-    that the mechanism makes, and for any method that guesses a fixed number from its output.
+    delta * max_i P[correct - i <= W < correct] / i. It holds even if the mechanism makes canaries
+    dependent, and for any method that guesses a fixed number of memberships from its output.
 
     Args:
         correct: number of right guesses, in [0, guesses].

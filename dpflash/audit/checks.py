@@ -1,4 +1,4 @@
-"""Named checks, which find mistakes that scores of orthogonal canaries do not show. No torch.
+"""Named checks for mistakes that scores of orthogonal canaries do not show. Imports no torch.
 
 Each check takes the readings of a probe and returns a `Check`, which states the false-alarm rate
 for an honest run. All rates together are at most `MOST_FALSE_ALARMS`.
@@ -50,7 +50,7 @@ class Drawn:
 
     @classmethod
     def of(cls, included: Iterable[NDArray[np.int64]], parts: int = 1) -> Drawn:
-        """Sum the counts `[N]` of logical batches over rounds of `parts` batches, and over all."""
+        """Add up the counts `[N]` of logical batches: by round of `parts` batches, and all."""
         sizes, most = [], 0
         counts = whole = np.zeros(0, dtype=np.int64)
         seen = np.zeros((parts, 0), dtype=bool)
@@ -97,7 +97,7 @@ def check_inclusions(name: str, drawn: Drawn, rate: float, rng: np.random.Genera
 def _continuous(
     counts: NDArray[np.int64], trials: int, rate: float, rng: np.random.Generator
 ) -> NDArray[np.float64]:
-    """Map binomial counts to standard normal numbers, uniformly within a count's CDF step."""
+    """Map binomial counts to standard normal numbers, drawn uniformly in a count's CDF step."""
     law = binom(trials, rate)
     uniform = law.cdf(counts - 1) + rng.random(counts.shape) * law.pmf(counts)
     return np.asarray(ndtri(np.clip(uniform, 1e-300, 1 - 1e-16)))
@@ -154,8 +154,8 @@ def check_noise_correlation(name: str, vectors: NDArray[np.float64]) -> Check:
 def check_noise_lags(name: str, noise: NDArray[np.float64]) -> Check:
     """Test, for each lag, whether releases t and t + lag have independent `noise`, `[T, ...]`.
 
-    The mean product of noise over all pairs with one lag is nearly normal. So the test also finds
-    correlations that are small in each pair, such as those from a wrong band coefficient.
+    The noise's mean product over all pairs of releases at one lag is nearly normal. So the test
+    also finds correlations that are small in each pair, as from a wrong band coefficient.
     """
     rows = noise.reshape(len(noise), -1)
     products, pairs = rows @ rows.T, rows.shape[1] * np.arange(len(rows) - 1, 0, -1)

@@ -27,10 +27,10 @@ def audit(
 ) -> AuditReport:
     """Test whether this engine's settings keep the epsilon that they claim.
 
-    Without scores (white box), canaries, which are samples with orthogonal gradients, are trained
-    by new engines with these settings: accountant, noise, bound, clipping, sample rate and
-    exactness. The model and its data are not used, and no epsilon is spent. With scores (black
-    box), the training run itself is audited by the losses of canary documents in its data.
+    Without scores (white box), new engines train canaries: samples with orthogonal gradients. The
+    new engines have this engine's accountant, noise, bound, clipping, sample rate and exactness.
+    Its model and data are not used, and no epsilon is spent. With scores (black box), the training
+    run itself is audited by the losses of canary documents in its data.
 
     Args:
         steps: number of releases of the claimed run; None for one epoch of the loader.

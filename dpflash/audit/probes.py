@@ -1,8 +1,8 @@
 """Short runs of the engine that measure one quantity each, for the named checks.
 
 With little noise a release shows how much each canary contributed; with the audited noise and few
-canaries it shows the noise. `dpflash.audit.checks` tests the measured values. With banded noise, a
-round of releases, which sample the parts of the data in turn, takes the place of each release.
+canaries it shows the noise. `dpflash.audit.checks` tests the measured values. Banded
+noise samples the parts of the data in turn; a round over all parts then counts as one release.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Probes:
 
 @dataclass(frozen=True)
 class Prober:
-    """Makes short runs with new engines. Isolation tests, which release nothing, are left out."""
+    """Makes short runs with new engines, without isolation tests, which release nothing."""
 
     new_engine: NewEngine
     privacy: PrivacyConfig

@@ -54,7 +54,7 @@ def read_rank_noise(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Measure noise, divided by its claimed standard deviation, in sharded and in whole tables.
 
-    Returns noise in this rank's rows, `[T x tables, n / ranks]`, and in whole tables.
+    Returns this rank's rows of sharded tables, `[T x tables, n / ranks]`, then whole tables.
     """
     mechanism = mechanism_of(audited.privacy)
     rate, steps = 1 / mechanism.bands, _NOISE_RELEASES * mechanism.bands
@@ -104,7 +104,7 @@ class RankFailure(RuntimeError):
 
 
 class RankProbes:
-    """Runs two processes that probe while the audit continues. The context's end stops them."""
+    """Runs two processes that probe while the audit continues; leaving the context stops them."""
 
     def __init__(self, audited: Audited):
         self._folder = tempfile.TemporaryDirectory(prefix="dpflash-audit-")

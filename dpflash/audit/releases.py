@@ -3,8 +3,8 @@
 Each table of the model has one weight for each canary, and a canary's loss is a multiple of the
 sum of its own weights. So canary i's gradient is nonzero only in the canary's own coordinates, is
 the same at every step, and is longer than max_grad_norm, so that only clipping bounds it. In these
-coordinates a release is the sum of canary i's contribution, which is 0 or the bound, and noise
-that is independent of the noise in other coordinates. So the scores of different canaries, and of
+coordinates a release is canary i's contribution (0 or the bound) plus noise, and this noise is
+independent of the noise in other coordinates. So the scores of different canaries, and of
 different steps, are independent given which canaries are in the data.
 """
 
@@ -60,7 +60,7 @@ class CanaryModel(nn.Module):
 
 
 class Canaries(Dataset[_Batch]):
-    """A dataset of entries (number of a canary, weight of its loss), one for each of `numbers`."""
+    """A dataset with one entry (number, weight of the loss) for each canary in `numbers`."""
 
     def __init__(self, numbers: NDArray[np.int64]):
         self.numbers = torch.from_numpy(numbers)
@@ -82,7 +82,7 @@ class Canaries(Dataset[_Batch]):
 
 
 def collate(entries: Sequence[_Batch]) -> _Batch:
-    """Make a batch of entries that the dataset returned one by one, or as one batch."""
+    """Make a batch of entries, which the dataset returns one by one or as one batch."""
     if len(entries) == 1 and entries[0][0].ndim == 1:
         return entries[0]
     numbers, weights = zip(*entries, strict=True)
@@ -126,11 +126,10 @@ def as_it_is(model: nn.Module) -> None:
 class Run:
     """A run of the canary model with a new engine and these settings.
 
-    `canaries` is the number of canaries in the model, and `numbers` are the canaries in the
-    dataset (default: all). With `background` the model has one table, and a parameter that all
-    canaries share; without it, two tables. `prepare` is called with the model before it is made
-    private, for instance to shard it. `bounds` `[parameters]` is a canary's contribution to each
-    parameter.
+    The model has `canaries` canaries; the dataset has the canaries in `numbers` (default: all).
+    Without `background` the model has two tables; with it, one table and a parameter that all
+    canaries share. `prepare` is called with the model before `make_private`, for instance to shard
+    the model. `bounds` `[parameters]` is a canary's contribution to each parameter.
     """
 
     _model_type: type[nn.Module] = CanaryModel
@@ -175,7 +174,7 @@ class Run:
         self.bounds = np.array([parts[name] for name, _ in model.named_parameters()])
 
     def draws(self, count: int) -> Iterator[NDArray[np.int64]]:
-        """Yield, for each of `count` logical batches, how often it has each entry, `[entries]`."""
+        """Yield how often each entry is in a logical batch, `[entries]`, for `count` batches."""
         sampler: Any = self.loader.batch_sampler
         for index in range(count):
             drawn = np.array(sampler.draw(index), dtype=np.int64)

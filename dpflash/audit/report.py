@@ -40,11 +40,11 @@ class AuditReport:
         confidence: the confidence of each of the two bounds.
         canaries: number of canaries.
         steps: number of releases.
-        scores: number of memberships that a coin decided and that were scored.
+        scores: number of scores; each is for one membership that a coin decided.
         mode: "white_box" (scores from products of the releases with the canaries' gradients) or
             "black_box" (scores from losses of canary documents).
         checks: results of the named checks; empty in black-box mode.
-        assessment: errors at each cut, guesses, and the reason if the claim is refuted.
+        assessment: errors at each score threshold, guesses, and why the claim is refuted, if so.
         curve: points (false positives, least false negatives) of the claimed trade-off curve.
         seeded: whether keys and coins came from a seed.
         privacy_unit: the privacy unit of the audited settings; a canary represents one unit.
@@ -78,7 +78,7 @@ class AuditReport:
 
     @property
     def note(self) -> str:
-        """What a bound above the claim means, if a bound of a passed audit is above it; or ""."""
+        """An explanation if the audit passed but a bound is above the claimed epsilon, else ""."""
         is_above = max(self.epsilon_lower, self.epsilon_lower_gaussian) > self.claimed_epsilon
         return _ABOVE_CLAIM if self.ok and is_above else ""
 

@@ -47,9 +47,9 @@ def auditable(
 ) -> tuple[PrivacyConfig, PerformanceConfig]:
     """Adapt the settings to the audit's own models; refuse settings that cannot be audited.
 
-    Settings that belong to the user's model, data or loop are reset: bounds of single groups (the
-    joint bound stays), public_length, allow_buffers, loss_reduction, unit_of, dataset_size,
-    budget, example, physical_batch_size, memory_budget, autocast and torch.compile.
+    Settings for the user's model, data or loop are reset: public_length, allow_buffers,
+    loss_reduction, unit_of, dataset_size, budget, example, physical_batch_size, memory_budget,
+    autocast and torch.compile. The joint bound replaces bounds of single groups.
     """
     positive_int(steps=steps)
     if privacy.sampling not in ("poisson", "cyclic_poisson"):
@@ -191,7 +191,7 @@ def audit_losses(
     if not plan.positive + plan.negative:
         raise ValueError(
             f"included says that {included.sum()} of {len(included)} canaries were in the data: "
-            "guesses need more canaries in the data, or out of it; pass at least "
+            "too few were in the data, or out of it, for guesses; pass at least "
             f"{LEAST_CANARIES} canaries, about half of them in the data"
         )
     _warn_if_reversed(scores[included], scores[~included])
@@ -226,7 +226,7 @@ def _refuse_slow(mechanism: str) -> None:
 
 
 def named_checks(probes: Probes, rng: np.random.Generator, bands: int = 1) -> list[Check]:
-    """Return the checks that need one process; `bands` is the number of the noise's bands."""
+    """Return the named checks that need no second rank; `bands` is the number of noise bands."""
     inclusions, divisor, noise = probes.inclusions, probes.divisor, probes.noise
     contributions = {
         "canaries in padding rows": probes.padding,

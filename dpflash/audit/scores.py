@@ -12,8 +12,7 @@ The sample rate q of the audited run determines the experiment:
   releases together; the claim is the claim of `steps` Poisson-subsampled Gaussian mechanisms.
   The score is the sum over the steps t of log(1 - q + q exp((2 y_t - 1) / (2 sigma^2))), the
   log-likelihood ratio of the whole run. There is one score for each canary, not one for each of
-  the steps x canaries products: a canary's products share its coin, and the claim is about all of
-  them together.
+  its products: a canary's products share its coin, and the claim is about all releases together.
 
 With banded noise of b bands and coefficients c_i, the b parts of the data are sampled in turn, and
 q is the sample rate inside the canary's part. Each release t that samples this part forms a round
@@ -76,7 +75,7 @@ def score(
     device: str = "cpu",
     progress: Callable[[], object] = lambda: None,
 ) -> Scored:
-    """Run the engine on canaries, score the canaries; steps_per_epoch: number of releases.
+    """Run the engine for steps_per_epoch releases on canaries, and score the canaries.
 
     If one run is too short for a tight bound, further runs are made with all canaries in the
     data. `progress` is called after each release.
@@ -135,9 +134,9 @@ def _products(
     *,
     anew: bool = False,
 ) -> Iterator[_Products]:
-    """Yield after each release (canaries `[n]` whose round ends, products y `[n]`, coins `[n]`).
+    """After each release, yield `[n]` canaries whose round ends, their products y and their coins.
 
-    `coins` `[canaries]` are the coins of the first release; with `anew` each release has its own.
+    `coins` `[canaries]` are the coins of the first release; `anew`: toss coins for each release.
     """
     mechanism = mechanism_of(privacy)
     bands, c = mechanism.bands, np.array(mechanism.coefficients)
@@ -159,7 +158,7 @@ def _products(
 
 
 def _parts(run: Run, bands: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Return, for each canary, the part p: only releases p, p + bands, ... may sample the canary.
+    """Return each canary's part p of the data, which releases p, p + bands, ... sample.
 
     If a canary is never sampled, it contributes to no release, and p is random.
     """

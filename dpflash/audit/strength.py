@@ -1,12 +1,12 @@
 """The lower bound on epsilon that assumes that releases are subsampled Gaussian mechanisms.
 
-A canary's part of a release is y ~ (1 - q) N(0, s^2) + q N(c, s^2) if the canary is in the data,
-and N(0, s^2) if it is not. The rate q is the claimed rate. The contribution c and the standard
-deviation s of the noise are estimated, so both too little noise and missing clipping are found.
-All releases of all canaries are used; a guess for each canary would use only one bit of them.
+The product y of a release with a canary's direction has the law (1 - q) N(0, s^2) + q N(c, s^2) if
+the canary is in the data, else N(0, s^2). The rate q is the claimed rate. The contribution c and
+the noise's standard deviation s are estimated, so too little noise and missing clipping are found.
+All products are used; a guess for each canary would use only one bit of its products.
 
 Source:
-    Agrawal et al. 2026 (arXiv 2606.12733) for the sum of a canary's products in place of guesses.
+    Agrawal et al. 2026 (arXiv 2606.12733) use the sum of a canary's products in place of guesses.
     Here the products' likelihood is used; for weak contributions its limit is the sum.
 """
 
@@ -49,7 +49,7 @@ class Strength:
         self._squares, self._products = 0.0, 0
 
     def note(self, y: NDArray[np.float64], included: NDArray[np.bool_]) -> None:
-        """Count the products `[N]` of a release with N canaries, divided by max_grad_norm."""
+        """Record the products y `[N]` of one release with N canaries, divided by max_grad_norm."""
         inside = y[included]
         bins = np.searchsorted(self._edges, inside)
         self._counts += np.bincount(bins, minlength=len(self._counts))
@@ -58,7 +58,7 @@ class Strength:
         self._products += len(y)
 
     def further_runs(self, canaries: int, steps: int) -> int:
-        """Return how many more runs (0, 1 or 2), with all canaries in, a tight bound needs."""
+        """Return the number of further runs (0 to 2), with all canaries in, for a tight bound."""
         if self._rate == 1:
             return 0
         needed = (float(ndtri(0.95)) * self._noise / (_WANTED * self._rate)) ** 2 / steps

@@ -213,7 +213,7 @@ class Banded:
         weight_decay: float = 0.0,
         statistic: str = "rms",
     ) -> float:
-        r"""Compute the error of the iterates by the noise, for noise_multiplier 1 and bound 1.
+        r"""Compute the noise's standard deviation in the iterates, at noise multiplier 1, bound 1.
 
         Without momentum and weight decay, iterates are prefix sums of the releases. In general
         iterate t is the sum over i <= t of a_(t-i) times release i, where a_0, a_1, ... are the
@@ -228,8 +228,8 @@ class Banded:
             statistic: "rms" for the root mean square of all iterates, "max" for the last iterate.
 
         Returns:
-            The standard deviation of an element of the iterates, which is the norm of c times
-            sqrt(mean over t of sum over i <= t of B_i^2), or of an element of the last iterate.
+            For "rms", the standard deviation of an element of the iterates: the norm of c times
+            sqrt(mean over t of sum over i <= t of B_i^2). For "max", of the last iterate alone.
             A parameter's error is this value * noise_multiplier * bound * learning rate (divided
             by the expected batch size for mean gradients). The square of "rms" is `toeplitz.loss`
             of jax_privacy.

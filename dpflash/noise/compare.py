@@ -21,14 +21,14 @@ from .reference import MOST_NOISE
 
 @dataclass(frozen=True, kw_only=True)
 class BandsOfRun:
-    """Banded noise of one number of bands, with its noise multiplier and error in one run.
+    """Banded noise with a number of bands, its noise multiplier and its error in one run.
 
     Attributes:
         noise: the noise, optimized for the run; with one band it is independent.
         batch_size: the run's expected batch size.
         epochs: the run's number of epochs.
         steps: the run's number of steps.
-        noise_multiplier: the smallest one that meets target_epsilon with cyclic Poisson sampling.
+        noise_multiplier: the smallest value that meets target_epsilon (cyclic Poisson sampling).
         expected_error: the error of the iterates with mean gradients, `Banded.expected_error` *
             noise_multiplier / batch_size, for max_grad_norm and learning rate 1.
     """
@@ -45,8 +45,8 @@ class BandsOfRun:
         """`expected_error` / steps, the error if the learning rates of all steps add up to 1.
 
         Use it to compare runs with different numbers of steps: the learning rate then grows with
-        the batch size, and falls with the epochs. This is the error by the noise alone. That a
-        model learns less in fewer, larger steps, or more in more epochs, is not counted.
+        the batch size, and falls with the epochs. Only the noise's error is counted. Fewer,
+        larger steps may also teach the model less, and more epochs may teach it more.
         """
         return self.expected_error / self.steps
 
@@ -75,8 +75,8 @@ def compare_bands(
         target_epsilon, target_delta, accountant: see `dpflash.accounting.get_noise_multiplier`.
         bands: numbers of bands to compare, each at most the number of steps and
             num_samples / batch_size; None for powers of two from 1 on, until the error has risen
-            twice. Numbers of bands for which training could not draw the noise exactly are left
-            out.
+            twice. Numbers of bands are left out if training could not draw their noise
+            exactly.
         parameters: the number of elements of the trained parameters; pass it with max_memory.
         max_memory: leave out noise whose tensors (`Banded.state_bytes`) need more bytes than this.
         momentum, weight_decay: see `Banded.expected_error`.

@@ -39,7 +39,7 @@ def correlated(z: Sequence[int], integers: Sequence[int]) -> list[int]:
 
 
 def independent(y: Sequence[int], integers: Sequence[int]) -> list[int]:
-    """Return C y in units of 2^-8 of the grid, which is z up to half a grid unit of rounding."""
+    """Return C y in units of 2^-8 of the grid: z, rounded by at most half a grid unit."""
     return [(value << FRACTION_BITS) + _past(y[:t], integers) for t, value in enumerate(y)]
 
 

@@ -57,7 +57,7 @@ def privacy_section(
     """Return the lines of the section, which begins with `TITLE` and has headings of level 3.
 
     Args:
-        report: report of a run. Only values that epsilon covers or that count as public are used.
+        report: a run's report. The section uses only public values and values that epsilon covers.
             Its value "by_run" is the result of `ledger_runs.epsilon_by_run`.
         unit: name of a privacy unit, such as "patient".
         audit: the result of `dpflash audit --run` for the run's settings, or None.

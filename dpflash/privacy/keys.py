@@ -72,7 +72,7 @@ class Uncopied:
 
 
 class RunKeys(Uncopied):
-    """The secret keys of one run. Each release under these keys has other noise and samples.
+    """The secret keys of one run, from which each release derives its own noise and samples.
 
     The keys are derived from the seed, or come from the operating system. `run` is the unique name
     of the run in the ledger. `branch` names this continuation of the run ("" before a checkpoint
@@ -110,7 +110,7 @@ class RunKeys(Uncopied):
         return derive_key(self.master, f"sampling-{self.incarnation}")
 
     def begin_model(self) -> None:
-        """Change the keys, since the releases of another model are counted from 0 again.
+        """Change the keys for the next model, whose releases are counted from 0 again.
 
         The new name of the run is derived from `run` and `branch`, which are together unique to
         this engine. So ranks need not exchange the name.

@@ -216,7 +216,7 @@ class Ledger:
         return self._file.append(line, self._tail)
 
     def digest(self, releases: int | None = None) -> str | None:
-        """Return the digest of lines up to step `releases` (default: all), None after the last."""
+        """Return the digest of lines to step `releases` (default: all); None beyond the last."""
         wanted = self.releases if releases is None else releases
         if wanted > self.releases:
             return None
@@ -412,16 +412,16 @@ def _check_digest(raw: bytes, before: hashlib.blake2b) -> None:
 
 
 def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:
-    """Return the later steps that events pay for after this line; `covered` are those before."""
+    """Return `covered` after this line: the later steps that events so far have paid for."""
     if line.note is not None:
         return covered
     own = covered if covered is not None and covered.is_of(line) else None
     if line.event is None:
         if own is None or own.steps < line.steps:
             raise ValueError(
-                "event=null is for the later steps of an epoch (of shuffled batches or random "
-                "allocation) or of a round of cyclic Poisson sampling, but no earlier line of the "
-                "same run covers its epoch or round"
+                "event=null is for a later step of an epoch (shuffled batches, random allocation) "
+                "or of a round (cyclic Poisson sampling), but no earlier line of the same run "
+                "covers its epoch or round"
             )
         return own._replace(steps=own.steps - line.steps)
     if isinstance(line.event, ShuffledGaussian):
@@ -436,7 +436,7 @@ def _covered_after(covered: _Cover | None, line: LedgerLine) -> _Cover | None:
 
 
 def _names_after(names: dict[str, str], line: LedgerLine) -> dict[str, str]:
-    """Return the last name of each renamed unit after this line; `names` are those before."""
+    """Return `names` after this line: the last name of each renamed unit."""
     if line.was is None:
         return names
     known = {line.was: line.was, **names}

@@ -90,8 +90,8 @@ def verify(
     own = heads(ledger.content())
     if head is not None and head not in own[1:]:
         raise ValueError(
-            f"ledger {path}: it never had the head {head}: lines under this head were changed, or "
-            "were removed at the end"
+            f"ledger {path}: it never had the head {head}: lines that were hashed to this head "
+            "were changed, or removed at the end"
         )
     signatures = read_signatures(path)
     for number, one in enumerate(signatures, start=1):

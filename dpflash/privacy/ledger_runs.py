@@ -85,7 +85,7 @@ def by_run(lines: Iterable[LedgerLine]) -> list[list[LedgerLine]]:
 
 
 def alone(lines: Iterable[LedgerLine], spending: Spending) -> Spending:
-    """Return the spending of one run, under a relation that `spending` uses for all runs."""
+    """Return the spending of one run, under the neighboring relation of `spending`."""
     own = Spending(spending.accountant.mechanism(), relation=spending.relation)
     for line in lines:
         if line.event is not None:
@@ -106,13 +106,13 @@ def lines_of(ledger: Ledger, run: str) -> list[LedgerLine]:
 def epsilon_by_run(
     ledgers: Sequence[Ledger], delta: float, accountant: str, own_run: str | None = None
 ) -> dict[str, Any] | None:
-    """Return epsilon of each run, each ledger and all together, as plain values for a model card.
+    """Return epsilon of each run, of each ledger, and of all ledgers together, for a model card.
 
     Returns:
-        None if there is only one run. Else a dict:
+        None if there is only one run. Else a dict of plain values:
         - "rows": name (with the first day and marks for seeded runs and `own_run`), steps, privacy
           unit, relation and epsilon of each run and ledger.
-        - "total": epsilon and relation of all together; None if privacy units differ.
+        - "total": epsilon and relation of all ledgers together; None if privacy units differ.
         - "seeded": whether a run was seeded.
         - "epsilon_of_own_run": None if infinite or unknown.
     """
@@ -151,7 +151,7 @@ def _marks(lines: Sequence[LedgerLine], own_run: str | None) -> str:
 
 
 def runs_of(lines: Iterable[LedgerLine]) -> list[dict[str, Any]]:
-    """Return one dict per run and event; lines without an event belong to the run's last event."""
+    """Return one dict per run and event; lines without an event count for the run's last event."""
     last: dict[str, Event | None] = {}
     names: dict[str, str | None] = {}
     steps: dict[tuple[str, Event | None], int] = {}

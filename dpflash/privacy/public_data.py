@@ -74,18 +74,18 @@ class PublicGradients:
         )
 
     def refuse_ranks(self, ranks: Ranks) -> None:
-        """Raise if parameters are sharded over ranks other than those of the data dimension."""
+        """Raise if parameters are sharded over other ranks than the mesh's data dimension."""
         for parameter, name in self._names.items():
             if not is_sharded(parameter):
                 continue
             size = parameter.device_mesh.size()
             if ranks.context is not None or size != ranks.data_size:
                 raise ValueError(
-                    f"engine.public_data() with parameter '{name}' sharded over "
+                    f"engine.public_data(): parameter '{name}' is sharded over "
                     f"{size} ranks, but only {ranks.data_size} with different samples"
                     f"{'' if ranks.context is None else ' and a context'}: fully_shard averages "
-                    "public gradients only over the ranks that it shards over. Shard over "
-                    "mesh['data'], without a context, or train on public data in its own run"
+                    "public gradients only over its own ranks. Shard over mesh['data'] without a "
+                    "context dimension, or train on public data in a run of its own"
                 )
 
     @contextmanager
@@ -121,10 +121,9 @@ class PublicGradients:
         self._waiting[parameter] = grad.clone() if waiting is None else waiting + grad
 
     def begin_microbatch(self, *, begins_draw: bool) -> None:
-        """Begin a microbatch; drop public gradients added in earlier ones of the logical batch.
+        """Begin a microbatch; drop public gradients of the logical batch's earlier microbatches.
 
-        Public gradients must not add up over the microbatches of a logical batch, whose number is
-        private.
+        Their sum would show the number of microbatches of a logical batch, which is private.
         """
         if begins_draw:
             self._of_other_batches = dict(self._waiting)

@@ -275,8 +275,8 @@ class Spending:
                 f"the privacy unit is a {unit!r} here, and a {before!r} in the releases so far "
                 "(of the ledger or the accountant): one epsilon cannot be for both. Use another "
                 "ledger and engine, and report both epsilons. If both name the same users, pass "
-                "the unit_name= of those releases, or correct the ledger: dpflash ledger rename "
-                "FILE --unit-name NAME"
+                "the unit_name= of the earlier releases, or correct the ledger: dpflash ledger "
+                "rename FILE --unit-name NAME"
             )
 
     def begin(
@@ -292,8 +292,8 @@ class Spending:
 
         If no step is possible, raise and change nothing. `about` holds the facts that the ledger
         records about the run, see `source.about_run`. `grouping` is a digest of the entries'
-        units. It is never written: with the digest, a person who knows the units of all entries
-        but one could find out the unit of that entry.
+        units, and is never written: with the digest, a person who knows the units of all entries
+        but one could find out the last unit.
         """
         self.check(event)
         if self.is_ours and isinstance(event, RandomAllocationGaussian):
@@ -310,10 +310,10 @@ class Spending:
             self._check_unit(unit)
             if is_unnamed(unit) and self._grouping != grouping:
                 raise ValueError(
-                    "unit_of groups the entries otherwise than in this engine's releases so far, "
-                    "so the units may differ. If the units are the same, such as patients with "
-                    "more entries, pass the same unit_name= both times; otherwise use another "
-                    "engine, and report both epsilons"
+                    "unit_of groups the entries otherwise than in this engine's earlier releases, "
+                    "so the units may differ. If the units are the same, such as patients who "
+                    "have more entries now, pass the same unit_name= both times. If not, use "
+                    "another engine, and report both epsilons"
                 )
         before, self.budget = self.budget, budget
         try:
@@ -383,7 +383,7 @@ class Spending:
     # Internals
 
     def _note_counted(self) -> None:
-        """Save the length and the last entry of the history of an accountant of Opacus."""
+        """Save the length and the last entry of the history, for an accountant of Opacus."""
         history = [] if self.is_ours else self.accountant.history
         self._counted = (len(history), tuple(history[-1])) if history else None
 
@@ -479,7 +479,7 @@ class Spending:
 
 
 def _check_epsilon(ledger: Ledger) -> None:
-    """Raise if a ledger's events give a smaller epsilon than its last line with an epsilon."""
+    """Raise if the last epsilon that a ledger states is larger than its events give."""
     lines = list(ledger.lines)
     while lines and not (lines[-1].epsilon and lines[-1].accountant in _RECOMPUTED):
         lines.pop()
@@ -535,15 +535,15 @@ def convert_event(event: Event, relation: str) -> Event:
     if type(event) is Gaussian and relation == ADD_REMOVE:
         raise ValueError(
             f"neighboring_relation={relation!r}: a batch that did not come from a private loader "
-            "has no guarantee under it, since one more sample could change all others; use "
-            f"{ZERO_OUT!r}"
+            "has no guarantee for it, since one more sample in the data could change the whole "
+            f"batch; use {ZERO_OUT!r}"
         )
     takes_size = isinstance(event, PoissonGaussian | RandomAllocationGaussian)
     if takes_size and (event.relation, relation) == (ZERO_OUT, ADD_REMOVE):
         raise ValueError(
             f"neighboring_relation={relation!r}: the {event.sampler} sampler counted the size of "
-            "the dataset as public, and one more sample changes the sample rate; pass a public "
-            f"number, make_private(dataset_size=...), or use {ZERO_OUT!r}"
+            "the dataset as public, but one more sample changes the size and the sample rate; "
+            f"pass a public size, make_private(dataset_size=...), or use {ZERO_OUT!r}"
         )
     try:
         return event.convert(relation)
