@@ -102,8 +102,8 @@ class ClippingPlan:
         public: the public facts about the batches.
         attention: which library's kernels run dense and causal attention, and why.
         context: a table of the modes of context-parallel attention; empty without a context.
-        unplanned: dotted names of the trained matrices without an entry. For those that the last
-            forward used, per-sample gradients are stored.
+        unplanned: dotted names of the trained matrices without an entry. If the last forward
+            used such a matrix, its per-sample gradients are stored.
     """
 
     uses: tuple[PlannedUse, ...]

@@ -57,9 +57,9 @@ class Work:
 class LinearShape:
     """The shape of one operation on a matrix parameter: B samples, T tokens, I inputs, O outputs.
 
-    Kernels are assumed to read each operand once and write each result once, without caches. Not
-    counted is the work that all modes share (the product for dx) and work that is done once per
-    batch (such as writing the sum [O, I]). So all costs except launches are proportional to B.
+    Kernels are assumed to read each operand once and write each result once, without caches. Work
+    that all modes share (the product for dx) and work that is done once per batch (such as writing
+    the sum [O, I]) are not counted. So all costs except launches are proportional to B.
     """
 
     batch: int
@@ -147,7 +147,7 @@ class EmbeddingShape(LinearShape):
         return 0
 
     def norm(self, gpu: bool) -> list[Work]:
-        """Count an fp64 copy for magnitudes; without Triton, also a copy and a sum for norms."""
+        """Return the work of magnitudes (an fp64 copy) and norms (without Triton, with a copy)."""
         double = self.batch * self.tokens * self.inputs * _DOUBLE
         summed = 0 if self._fused(gpu) else 5 * double
         return [Work(moved=self._operands + 2 * double), Work(moved=self._operands + summed)]
