@@ -81,7 +81,7 @@ def validate(
     Args:
         module: the model.
         optimizer: the optimizer or optimizers of all trained parameters; None to skip the check.
-        data_loader: has a batch_size and no sampler that prefers entries; None to skip the check.
+        data_loader: has a batch_size, and samples all entries alike; None to skip the check.
 
     Raises:
         ValueError: names each problem and what to do, one problem per line.

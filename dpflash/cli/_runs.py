@@ -141,7 +141,7 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """The steps whose cost one event is: "step", "epoch" or "round of N steps"."""
+        """The steps that one event covers: "step", "epoch" or "round of N steps"."""
         if self.bands is not None:
             return f"round of {self.bands} steps"
         return "epoch" if self.counts_epochs else "step"

@@ -237,7 +237,7 @@ class _Gates:
             self.kept.setdefault(weight, grad)
 
     def _sum(self, parameter: nn.Parameter) -> None:
-        """Allocate a clipped sum: float64 if the sum is exact and other sums follow."""
+        """Allocate a clipped sum: float64 if the sum is exact and noise is added later."""
         is_last = self.microbatches == 1 and self.ranks == 1
         is_exact = self.modes.get(parameter, "instantiate") == "instantiate"
         size = (8 if is_exact and not is_last else 4) * parameter.numel()
