@@ -304,7 +304,7 @@ def _read_tensors(
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
 ) -> None:
-    """Read the folder's tensors into `state`, where they replace their shapes and dtypes."""
+    """Read the folder's tensors into `state`, in place of their shapes and dtypes."""
     folder = path / name
     saved, names = state["optimizer"], _names(model, optimizer)
     if names != saved["names"]:

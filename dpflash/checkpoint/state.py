@@ -249,9 +249,9 @@ def warn_of_changes(
     restored: Mapping[str, object],
     unchanged: Mapping[str, object],
 ) -> None:
-    """Warn if arguments of make_private differ from those of the checkpoint's run.
+    """Warn if arguments of make_private differ from the arguments in the checkpoint's run.
 
-    Values in `restored` are replaced by the checkpoint's; values in `unchanged` are kept.
+    Values in `restored` are replaced by the checkpoint's values; values in `unchanged` stay.
     """
     for name, value in restored.items():
         if value != state[name]:

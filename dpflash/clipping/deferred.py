@@ -211,7 +211,7 @@ class DeferredGradients:
         return total
 
     def sizes(self) -> Tensor:
-        """Return the sums of the magnitudes of the terms of G_i, [B], fp64, at least ||G_i||."""
+        """Return, for each G_i, the sum of its terms' magnitudes, [B], fp64: at least ||G_i||."""
         if self._magnitudes is None:
             of_tokens = [_magnitudes_of_tokens(x, dy) for x, dy in self.linear]
             of_tokens += [_magnitudes_of_tokens(None, dy) for _, dy in self.embedding]

@@ -192,7 +192,7 @@ class Gate:
         return self._take_use(position, embedding=[(indices, dy)])
 
     def _take_use(self, position: int, **uses: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-        """By the mode, add to the norm or the sum, save tensors, or return the gradient."""
+        """Depending on the mode, add to norms or sums, save tensors, or return the gradient."""
         use, mode = self._deferred(position, **uses), self.run.mode
         if mode in ("sum", "norms") and self._single(position):
             self._take_once(position, use)

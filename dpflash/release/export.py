@@ -144,8 +144,8 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
     ledgers = [*([] if ledger is None else [ledger]), *opened(others)]
     if "data" in report["config"] and not ledgers:  # the run is one of `dpflash train`
         raise ValueError(
-            f"run={str(run)!r}: its ledger {str(own)!r} is missing, so the ledger's other runs are "
-            "unknown; restore it and its .guard file, or pass --ledgers FILE if it has moved"
+            f"run={str(run)!r}: its ledger {str(own)!r} is missing, so the ledger's other runs "
+            "are unknown; restore it and its .guard file, or pass --ledgers FILE if it has moved"
         )
     if others and not any(report.get("ledger_head") in heads(one.content()) for one in ledgers):
         raise ValueError(

@@ -567,7 +567,7 @@ class _Form:
     def adopted(self, batch: Any) -> Any:
         """Convert numbers of narrower dtypes in a batch to the dtypes of the form.
 
-        So the dtype of a field does not depend on whether the batch contains a fraction in it.
+        So a field's dtype is the same whether or not an entry of the batch holds a fraction.
         """
         new = {}
         for place, x in _numbers_of(batch):
@@ -588,7 +588,7 @@ class _Form:
         )
 
     def note_lengths(self, batch: Any, size: int) -> None:
-        """Record which lengths of a batch of fitting entries differ from those of the form."""
+        """Record which lengths of a batch of fitting entries differ from the form's lengths."""
         _, lengths = self._of(batch, size)
         self._varying |= {p for p, own in self._lengths.items() if lengths[p] != own}
 

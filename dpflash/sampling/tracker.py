@@ -520,9 +520,8 @@ class BatchTracker:
         if signals and self._hides_repeats:
             raise RuntimeError(
                 "BatchMemoryManager with DataLoader workers and batches of one size: a second "
-                "step on a batch could not be distinguished from a step on the next batch, so "
-                "nothing was released. Use num_workers=0, or physical_batch_size= without the "
-                "manager"
+                "step on a batch would look like a step on the next batch, so nothing was "
+                "released. Use num_workers=0, or physical_batch_size= without the manager"
             )
         if signals > 1 and not self._fetched_ahead:
             raise PrivateRefusal(

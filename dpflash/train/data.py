@@ -100,8 +100,8 @@ class ByteDocuments(Sequence[bytes]):
     ) -> "ByteDocuments":
         """Read a file, or the files of a folder and its subfolders.
 
-        `field` is the key of a record's text, and `label_field` of its label. With labels, a
-        document is the label, a NUL byte and the text; other labels than `labels` are left out.
+        `field` is the key of a record's text. With `label_field`, the key of its label, a document
+        is the label, a NUL byte and the text; records with labels not in `labels` are left out.
         - With unit "file" or "folder", a document is a file; for a .jsonl file, the texts of its
           records together. With "folder", a file directly in `path` is a unit.
         - With "record" or "field:NAME", a document is a line of a JSONL file. Without `suffixes`,
