@@ -152,7 +152,7 @@ def _solved(args: argparse.Namespace, run: Run) -> tuple[Run, float]:
     """Compute the unknown value; return the run and its noise multiplier.
 
     The computed value is rounded to few digits, so that it can be passed to --noise-multiplier or
-    --sample-rate. It is not rounded if epsilon would exceed the target.
+    --sample-rate. If epsilon would then exceed the target, the value is not rounded.
     """
     if args.noise_multiplier is None:
         return run, _noise(args, run)

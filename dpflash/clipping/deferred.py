@@ -48,7 +48,7 @@ class TiledUse(Protocol):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether a tile is one row of one sample, and G is 0 outside of tiles."""
+        """Whether a tile is one row of one sample, and G is 0 elsewhere; else tiles cover G."""
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """Yield (samples, rows) of at least one tile; tiles fit into memory and do not overlap."""

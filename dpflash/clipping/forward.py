@@ -158,7 +158,7 @@ class PrivateForward:
         units: the units of that microbatch, if its rows are not the samples.
         rows: records the inputs of the layers; None if nothing is recorded.
         is_compiled: whether the library's own torch.compile compiled the model.
-        misfit: message on the first layer of the last call with an input of other than B rows.
+        misfit: message on the first layer input without B rows in the last call, or "".
         state: the state of the current forward, or of the last forward if it is over.
         number: number of the current forward.
         prepared_handles: handles for a compiled model, by group; empty if none were prepared.

@@ -375,9 +375,9 @@ class BatchTracker:
     def real_rows(self, rows: int) -> Tensor | None:
         """Return a mask `[rows]`, True for the current microbatch's samples; None if all are.
 
-        If the current batch is not the loader's, but has as many rows as the last released batch,
-        it may be the released batch again, whose padding rows would count a sample twice. So its
-        mask is used. If a loader iterates `batch_sampler`, an empty batch is one padding row.
+        A batch from elsewhere with as many rows as the last released batch may be that batch
+        again, whose padding rows would count a sample twice. So the released batch's mask is used.
+        If a loader iterates `batch_sampler`, an empty logical batch is one padding row.
         """
         if rows == 1 and self._is_empty_draw:
             return torch.zeros(1, dtype=torch.bool)
