@@ -170,7 +170,7 @@ def check_fits(
             saved["unit_of"], now["unit_of"] = (digest is not None for digest in units)
         elif saved == now:
             raise PrivateRefusal(
-                f"{where} the data loader: the privacy units of entries differ from those in the "
+                f"{where} the data loader: the entries' privacy units have changed since the "
                 "checkpoint. Call make_private with the same data and unit_of"
             ) from None
         raise ValueError(

@@ -417,7 +417,7 @@ class PrivateBackward:
         return self.proof.begin_forward(size, new_pass=self.forward.state.is_over)
 
     def compare(self, rows: ForwardRows) -> None:
-        """Compare the layers' inputs in this call with those that the trial recorded."""
+        """Compare the layers' inputs in this call with the inputs that the trial recorded."""
         trial = self.trial
         assert trial is not None
         refusal, samples = trial.compare_rows(rows)

@@ -69,8 +69,8 @@ class PlannedUse:
     Attributes:
         parameter: dotted name of the parameter.
         grad_sample_mode: "instantiate", "book_keeping" or "ghost".
-        flops: FLOPs beyond those of a non-private backward; fp64 products count twice.
-        moved_bytes: bytes read and written beyond those of a non-private backward.
+        flops: FLOPs in addition to a non-private backward; fp64 products count twice.
+        moved_bytes: bytes read and written in addition to a non-private backward.
         memory_bytes: bytes kept until the gradients are clipped.
         seconds: predicted time, including the product of the ordinary weight gradient.
         share: this parameter's fraction of the predicted time of all parameters, 0 to 1.

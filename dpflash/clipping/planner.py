@@ -249,8 +249,8 @@ class Cost:
     """The cost of a mode for one parameter.
 
     Attributes:
-        flops: FLOPs beyond those of a non-private backward; fp64 products count twice.
-        moved: bytes read and written beyond those of a non-private backward.
+        flops: FLOPs in addition to a non-private backward; fp64 products count twice.
+        moved: bytes read and written in addition to a non-private backward.
         kept: bytes that are kept until the gradients are clipped.
         seconds: predicted time of all kernels of the mode, including the ordinary product.
     """

@@ -104,8 +104,8 @@ def register() -> str:
     - attention dropout, head_mask, output_attentions, masks of more than two dimensions or with
       holes: the model raises an error when it runs
 
-    The hidden states of padded queries differ from those of ``"sdpa"``. They are finite, and no
-    other token attends to padded positions.
+    At padded positions, the hidden states differ from ``"sdpa"``. They are finite, and no other
+    token attends to these positions.
 
     Models whose code does not use transformers' attention interface (Falcon, BigBird, Longformer,
     DeBERTa, ...) raise ValueError when they are built with this name: train them with their own

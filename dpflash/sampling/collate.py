@@ -58,7 +58,7 @@ def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
     equal entries differ from call to call cannot be tested; a warning then says so.
 
     Args:
-        may_sort: whether the rows may be in an order other than that of the entries.
+        may_sort: whether the rows may be in another order than the entries.
 
     Raises:
         PrivateRefusal: the message names the function and shows no value.
