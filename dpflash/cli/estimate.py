@@ -309,7 +309,7 @@ def cost_of(
         clipping: "flat" or "per_layer".
         microbatch: largest number of samples of a microbatch; None for all samples.
         ranks: number of ranks that share each sequence.
-        memory: memory of the device; None for this machine's memory, or that of a GPU of 80 GB.
+        memory: memory of the device; None for this machine's memory, or 80 GB for a GPU.
     """
     import torch
 

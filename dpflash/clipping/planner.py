@@ -379,7 +379,7 @@ class Planner:
 
     Each parameter uses the faster of instantiate and book_keeping. If the parameters together keep
     more bytes than the budget, parameters change to the mode that keeps fewer bytes, beginning
-    with those that save most, until the budget suffices. If the budget never suffices and ghost is
+    with the largest savings, until the budget suffices. If the budget never suffices and ghost is
     allowed, all parameters use ghost.
 
     Guarantees:
