@@ -77,9 +77,9 @@ def run_check(
     if any(leaves_of(batch, kinds=(PackedBatch,))):
         raise ValueError(
             "batch holds a PackedBatch, which the check does not support, since its samples are "
-            "documents instead of rows: pass a batch with one document in each row "
-            "(dpflash.sampling.PadTo), and a loss_fn for such a batch. Packed batches are tested "
-            "when training begins, see make_private(verify_first_batch=...)"
+            "documents instead of rows: pass documents, one a row (dpflash.sampling.PadTo), and a "
+            "loss_fn for such a batch. Packed batches are tested when training begins, see "
+            "make_private(verify_first_batch=...)"
         )
     size = batch_size(batch)
     findings = Findings(not_checked=[_DATA, _BEFORE])

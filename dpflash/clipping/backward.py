@@ -555,7 +555,7 @@ class PrivateBackward:
         mixed = self._arrived_generation not in (None, gate.generation)
         if mixed or (self._run.mode == "sum" and gate is not self._summing):
             raise PrivateRefusal(
-                f"{self.forward.misfit}losses come from several forwards, or from an earlier "
+                f"{self.forward.misfit}losses come from more than one forward, or from an earlier "
                 "forward; call engine.backward after each forward, and give every layer inputs "
                 f"whose first dimension is the batch. {ALL_ROWS}. {SHARED}"
             ) from None

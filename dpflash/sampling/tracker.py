@@ -526,8 +526,8 @@ class BatchTracker:
         if signals > 1 and not self._fetched_ahead:
             raise PrivateRefusal(
                 "batches were drawn and not stepped, so samples of two logical batches would mix "
-                "in one step: call optimizer.step() after every physical batch of "
-                "BatchMemoryManager, also if it is empty or skipped (before `continue`)",
+                "in one step: optimizer.step() must follow every physical batch of "
+                "BatchMemoryManager, also an empty or skipped one (call it before `continue`)",
                 batches=signals,
             ) from None
         is_padding = batch_size == 1 and self._is_empty_draw

@@ -248,7 +248,7 @@ class TrainingRun:
         if corpus.digest != saved["data_digest"]:
             raise ValueError(
                 f"data={config.data!r}: the documents changed after the run began, so epsilon "
-                "would hold for neither set; restore the old documents, or start a new run"
+                "would hold for neither version; restore them, or start a new run"
             )
         team = launch.connect(config)
         team.ranks.agree("dpflash train", {"the checkpoint to resume": path.name})
