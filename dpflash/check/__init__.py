@@ -1,4 +1,4 @@
-"""Checks on one batch that in a model and its loss, no sample depends on other samples.
+"""Checks on one batch that each sample's loss and gradient depend on that sample alone.
 
 Every comparison runs on a plain copy of the model, in float64 if the model supports it, with the
 same buffers and the same seed, without dropout and without the noise of private boundaries.

@@ -47,8 +47,8 @@ def batch_size(batch: Any) -> int:
         )
     if size < 2:
         raise ValueError(
-            f"batch holds {size} sample(s): expected two or more, because a sample is compared "
-            "with itself among other samples; pass 4 to 8 samples"
+            f"batch holds {size} sample(s): expected two or more, because the check changes the "
+            "other samples of a batch; pass 4 to 8 samples"
         )
     return size
 

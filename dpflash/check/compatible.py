@@ -80,8 +80,8 @@ def validate(
 
     Args:
         module: the model.
-        optimizer: one or several that hold all trained parameters of the model; None for no check.
-        data_loader: it must have a batch size and sample all entries alike; None for no check.
+        optimizer: the optimizer or optimizers of all trained parameters; None to skip the check.
+        data_loader: has a batch_size, and samples all entries alike; None to skip the check.
 
     Raises:
         ValueError: names each problem and what to do, one problem per line.

@@ -1,7 +1,7 @@
 """Checks that the loss of a sample, and its gradient, depend on that sample alone.
 
-If loss_fn returns a declared sum, the loss of one sample is the scalar of all B samples minus the
-scalar of the other B - 1 samples. For a mean, the scalars are first multiplied by B and B - 1.
+If loss_fn returns the sum of the losses, one sample's loss is the sum over all B samples minus the
+sum over the other B - 1 samples. Means are first multiplied by B and B - 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WHICH = "whether the scalar is a mean or a sum: the model is random, or takes n
 
 
 class _Variant(NamedTuple):
-    """A batch of the samples `rows` of `batch`. Its row `row` is compared; `how` describes it."""
+    """The samples `rows` of `batch` as a new batch, whose row `row` is compared."""
 
     how: str
     batch: Any
@@ -68,12 +68,12 @@ class _Difference(NamedTuple):
 
 
 def check_coupling(subject: Subject, findings: Findings, *, has_boundary: bool) -> None:
-    """Compare each sample in the batch with itself alone and among other samples.
+    """Compare each sample's loss and gradient in the batch, alone, and among other samples.
 
     Args:
         subject: the model and its loss.
         findings: receives the result.
-        has_boundary: whether the model has private boundaries, which clip after a mean divided.
+        has_boundary: whether the model has private boundaries, which clip gradients inside it.
     """
     reduction = subject.loss_reduction
     is_alone = not subject.is_random and all(p.kind != "batch_size" for p in findings.problems)
@@ -147,10 +147,10 @@ def _variants(subject: Subject, sample: int, is_alone: bool) -> Iterator[_Varian
 def _of_sample(
     subject: Subject, variant: _Variant, reduction: str | None, is_alone: bool
 ) -> Result:
-    """Return the loss of a sample among other samples, and its gradient.
+    """Return the loss of the sample in the variant's compared row, and its gradient.
 
-    For a scalar, return its difference to the scalar of the batch without the sample, or with
-    another sample in its place.
+    If loss_fn returns a scalar, subtract the scalar of the batch without this sample. Unless
+    `is_alone`, another sample replaces this sample in the subtracted batch.
     """
     batch, size, rows = variant.batch, variant.size, variant.rows
     if reduction is None:

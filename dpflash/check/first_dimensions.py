@@ -1,7 +1,7 @@
-"""Checks the inputs of the layers of a private copy, for several batch sizes B.
+"""Checks, for several batch sizes B, that the first dimension of each layer's input is B.
 
-The copy has the layers of private training, so it treats three cases as training does: layers
-below a module that runs sample by sample, flattened tokens, and shared positions.
+The layers run in a private copy of the model. So three cases are treated as in private training:
+layers below a module that runs sample by sample, flattened tokens, and shared positions.
 """
 
 from __future__ import annotations

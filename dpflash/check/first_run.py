@@ -95,10 +95,10 @@ def _losses_fit(subject: Subject, losses: Any, findings: Findings) -> bool:
 
 
 def widened(subject: Subject, model: nn.Module, findings: Findings) -> Subject | None:
-    """Return the subject, in float64 if the model supports float64; None if a backward raises.
+    """Return the tested model in float64, or unchanged if float64 fails; None if both fail.
 
     Args:
-        subject: the subject, whose first run succeeded.
+        subject: the tested model, its loss and its batch; the first run succeeded.
         model: the model, of which another copy is made.
         findings: receives the errors.
     """

@@ -52,9 +52,9 @@ def check_reach(subject: Subject, findings: Findings) -> None:
 
 
 def check_private_backward(subject: Subject, findings: Findings) -> None:
-    """Compare norms and sums of a private backward without clipping with ordinary gradients.
+    """Compare a private backward's per-sample norms with the norms of ordinary gradients.
 
-    The model of the subject is made private.
+    Report parameters that are used outside of their module too. Makes the tested model private.
     """
     samples = {} if subject.is_random else {i: subject.pick([i]) for i in subject.indices}
     norms = {i: subject.result(alone).sizes[1] for i, alone in samples.items()}

@@ -24,10 +24,10 @@ from .subject import Subject
 
 
 class PrivateCopy:
-    """Makes the model of a subject private, with infinite bounds and without noise.
+    """Makes the tested model private, with infinite bounds and without noise.
 
     Attributes:
-        subject: the argument.
+        subject: the tested model, its loss and its batch.
         modules: the modules by name.
         backward: the private backward of the model.
     """
@@ -51,7 +51,7 @@ class PrivateCopy:
         ForwardWrapper(subject.model, self.backward, PLAIN).put()
 
     def sums(self, batch: Any, real: Tensor | None = None) -> dict[str, Tensor]:
-        """Run a private backward; return the sum of gradients over the samples `real` `[B]`."""
+        """Run a private backward; return gradients summed over the samples in the mask `real`."""
         subject, step = self.subject, self._step
         mark = BatchMark(0, subject.size, last=True, real=real)
         step.tracker.begin_microbatch(mark, epoch=0)
@@ -99,7 +99,7 @@ class _Unreleased:
         self.sums.begin(math.inf)
 
     def _nothing(self) -> None:
-        """Do nothing, since there are no backwards of single rows, no trials and no releases."""
+        """Do nothing: a check runs no single rows and no isolation tests (trials)."""
 
     begin_row = begin_trial = before_gate = end_backward = _nothing
 

@@ -1,8 +1,8 @@
 """Checks whether a sample's gradient has the same bits in every row of a batch.
 
 Kernels may round rows differently, for example in the scalar remainder of a vectorized loop. If a
-logical batch has one microbatch more, samples may be in other rows and be rounded differently. The
-result is listed in the report, but not as a problem.
+logical batch needs an additional microbatch, its samples may move to other rows, where they are
+rounded differently. The result is listed in the report, but not as a problem.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def run_check(
         loss_fn: loss_fn(model, batch) -> losses [B]; must call the model that is passed to it.
         loss_reduction: "mean" or "sum" as declared to make_private. loss_fn then returns a
             scalar, and the check tests on several batches whether the scalar and its gradient are
-            that reduction over the samples.
+            the declared mean or sum over the samples.
 
     Returns:
         A CheckReport: `.ok`, `.problems`, and str() with all comparisons made and skipped. It is a
@@ -76,9 +76,9 @@ def run_check(
         )
     if any(leaves_of(batch, kinds=(PackedBatch,))):
         raise ValueError(
-            "batch holds a PackedBatch, whose samples are documents, not rows, which the check "
-            "does not support: pass a batch of documents one a row (dpflash.sampling.PadTo), and "
-            "a loss_fn for such a batch. Packed batches are tested when training begins, see "
+            "batch holds a PackedBatch, which the check does not support, since its samples are "
+            "documents instead of rows: pass documents, one a row (dpflash.sampling.PadTo), and a "
+            "loss_fn for such a batch. Packed batches are tested when training begins, see "
             "make_private(verify_first_batch=...)"
         )
     size = batch_size(batch)

@@ -29,8 +29,8 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 class Result(NamedTuple):
     """A loss, its gradients by parameter name, and the magnitudes of both.
 
-    `sizes` are (absolute value of the loss, norm of the gradients), to which rounding errors are
-    relative. In a sum of results, `sizes` are the sums over the terms.
+    `sizes` is (absolute value of the loss, norm of the gradients). Rounding errors are relative
+    to these values. If results are added, their sizes are added.
     """
 
     loss: float

@@ -46,10 +46,10 @@ def save(
     ranks: Ranks,
     as_folder: bool,
 ) -> None:
-    """Write a checkpoint, with the engine's state of the first rank; all ranks call this together.
+    """Write a checkpoint with the first rank's engine state; all ranks call this together.
 
     With `as_folder` each rank writes its part into a folder, else this process writes one file.
-    If this or another rank raises an error, an earlier checkpoint stays unchanged.
+    If any rank raises an error, an earlier checkpoint stays unchanged.
     """
     path = Path(path)
     if not as_folder:
@@ -96,10 +96,10 @@ def load(
 ) -> dict[str, Any]:
     """Read a checkpoint, file or folder, without changing anything; all ranks call this together.
 
-    Returns the engine's state, with "module" for `put` and "optimizer" for load_state_dict; both
-    hold this rank's part of sharded parameters. `check` must raise ValueError for a state that
-    does not match. A missing, damaged or mismatched checkpoint raises FileNotFoundError or
-    ValueError; ranks that did not find the fault raise RankError.
+    Return the engine's state. Pass its entry "module" to `put`, and "optimizer" to the optimizer's
+    load_state_dict. Of a sharded parameter, both hold this rank's part. `check` must raise
+    ValueError if a state does not match. A missing, damaged or mismatched checkpoint raises
+    FileNotFoundError or ValueError; ranks that did not find the fault raise RankError.
     """
     path = Path(path)
     call = f"load_checkpoint(path={str(path)!r})"
@@ -304,7 +304,7 @@ def _read_tensors(
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
 ) -> None:
-    """Replace shapes and specifications in `state` by the tensors that the folder holds."""
+    """Read the folder's tensors into `state`, in place of their shapes and dtypes."""
     folder = path / name
     saved, names = state["optimizer"], _names(model, optimizer)
     if names != saved["names"]:

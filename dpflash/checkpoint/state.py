@@ -155,11 +155,11 @@ def check_fits(
     mechanism: str,
     ledger: Ledger | None,
 ) -> None:
-    """Refuse a checkpoint, or an engine's own part of a checkpoint, that does not match this run.
+    """Raise if a checkpoint, or the engine's part of a checkpoint, does not match this run.
 
     `where` names the checkpoint in messages. `own` describes this run: "sampling" is the loader's
-    scheme, "clipping" the argument clipping=, and "shares" has the clipping groups' names and
-    their bounds as fractions of max_grad_norm. `mechanism` is the accountant's name.
+    sampling scheme, "clipping" is the argument clipping=, and "shares" holds the pair
+    (name, bound / max_grad_norm) of each clipping group. `mechanism` is the accountant's name.
     """
     where = f"{where}: the checkpoint does not fit"
     if state["sampling"] != own["sampling"]:
@@ -170,8 +170,8 @@ def check_fits(
             saved["unit_of"], now["unit_of"] = (digest is not None for digest in units)
         elif saved == now:
             raise PrivateRefusal(
-                f"{where} the data loader: entries belong to other units than in the checkpoint. "
-                "Call make_private with the same data and units (unit_of)"
+                f"{where} the data loader: the entries' privacy units have changed since the "
+                "checkpoint. Call make_private with the same data and unit_of"
             ) from None
         raise ValueError(
             f"{where} the data loader: saved with {saved}, now {now}. Call "
@@ -207,14 +207,14 @@ def check_fits(
     if ledger.releases < releases:
         raise ValueError(
             f"{where} the ledger {ledger.path}: the ledger has {ledger.releases} releases, the "
-            f"checkpoint {releases}. Restore the ledger; without these lines epsilon is unknown"
+            f"checkpoint {releases}. Restore the missing lines, without which epsilon is unknown"
         )
 
 
 def _check_shares(
     where: str, state: Mapping[str, Any], shares: Sequence[tuple[str, float]]
 ) -> None:
-    """Refuse clipping groups if the ratios of the bounds are not those in the checkpoint."""
+    """Raise if the clipping groups' bounds have other ratios than in the checkpoint."""
     saved = state["shares"]
     if len(saved) != len(shares):
         raise ValueError(
@@ -249,9 +249,9 @@ def warn_of_changes(
     restored: Mapping[str, object],
     unchanged: Mapping[str, object],
 ) -> None:
-    """Warn if arguments of make_private differ from those of the checkpoint's run.
+    """Warn if arguments of make_private differ from the arguments in the checkpoint's run.
 
-    Values in `restored` are replaced by the checkpoint's; values in `unchanged` are kept.
+    Values in `restored` are replaced by the checkpoint's values; values in `unchanged` stay.
     """
     for name, value in restored.items():
         if value != state[name]:

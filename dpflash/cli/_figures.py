@@ -81,10 +81,10 @@ def epsilon_curve(
 
 
 def tradeoff_of(accountant: Accountant) -> Tradeoff:
-    """Compute `Accountant.get_beta` at many type I errors at once, on one grid of epsilons.
+    """Return a lower bound of the trade-off curve at many type I errors.
 
-    Each epsilon of a grid gives two lines that bound the curve from below. `get_beta` has a finer
-    grid, but a coarser one also gives a lower bound.
+    The bound is computed from a grid of epsilons: each epsilon gives two lines below the curve.
+    `Accountant.get_beta` uses a finer grid, but any grid gives a lower bound.
     """
     high = accountant.get_epsilon(_NEGLIGIBLE_DELTA)
     epsilons = np.linspace(0.0, high if 0 < high < 600 else 1.0, _EPSILONS)

@@ -136,7 +136,7 @@ def _batch_sizes(args: argparse.Namespace) -> list[int]:
 
 
 def _fitting_bands(args: argparse.Namespace, size: int, epochs: float) -> list[int] | None:
-    """Return 1 and those of --bands that fit the run; None (powers of two) without --bands."""
+    """Return 1 and the fitting values of --bands; without --bands, None (powers of two)."""
     if args.bands is None:
         return None
     batches = max(1, -(-args.num_samples // size))

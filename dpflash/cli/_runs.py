@@ -103,7 +103,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Run:
-    """A run. None means that a value is unknown or does not apply to the sampler."""
+    """A training run. A field is None if it is unknown or the sampler does not use it."""
 
     sampler: str
     neighboring_relation: str
@@ -132,7 +132,7 @@ class Run:
         return -(-self.num_samples // self.batch_size)
 
     def event(self, noise_multiplier: float) -> Event:
-        """Return the event of one step, or of one epoch of a shuffled loader, with this noise."""
+        """Return the accountant's event of one step, round of steps, or epoch (see `unit`)."""
         kind = UnitPoissonGaussian if self.examples_per_unit else _EVENTS[self.sampler]
         own = {f.name: getattr(self, f.name) for f in fields(kind) if hasattr(self, f.name)}
         if self.bands is not None:
@@ -142,7 +142,7 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """The steps that one event pays for: "step", "epoch" or "round of N steps"."""
+        """The steps that one event covers: "step", "epoch" or "round of N steps"."""
         if self.bands is not None:
             return f"round of {self.bands} steps"
         return "epoch" if self.counts_epochs else "step"

@@ -147,8 +147,8 @@ def _from_run(args: argparse.Namespace) -> _Audit:
     for name in (*fixed, *_SIZES, "bands"):
         if getattr(args, name) is not None:
             raise ValueError(
-                f"{name}={getattr(args, name)!r} with --run, whose report has it; drop one of the "
-                "two"
+                f"{name}={getattr(args, name)!r} with --run: the run's report has this value; "
+                "drop one of the two"
             )
     path = report_of(Path(args.folder))
     if not path.is_file():

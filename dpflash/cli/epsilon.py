@@ -149,10 +149,10 @@ def _count_name(run: Run) -> str:
 
 
 def _solved(args: argparse.Namespace, run: Run) -> tuple[Run, float]:
-    """Return the run and its noise multiplier, after computing the unknown value.
+    """Compute the unknown value; return the run and its noise multiplier.
 
     The computed value is rounded to few digits, so that it can be passed to --noise-multiplier or
-    --sample-rate, unless the rounded value would exceed the target epsilon.
+    --sample-rate. If epsilon would then exceed the target, the value is not rounded.
     """
     if args.noise_multiplier is None:
         return run, _noise(args, run)
@@ -205,7 +205,7 @@ def _with_rate(args: argparse.Namespace, run: Run) -> Run:
 def _print(
     args: argparse.Namespace, run: Run, noise_multiplier: float, found: dict[str, Any]
 ) -> None:
-    """Write the plot of the run's guarantee, and print the guarantee if that succeeded."""
+    """Print the run's guarantee, after writing its plot if --plot was passed."""
     accountant = run.spent(args.accountant, noise_multiplier)
     report = {**_report(args, run, noise_multiplier, accountant), **found}
     if args.plot is not None:

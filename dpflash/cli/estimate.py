@@ -148,8 +148,8 @@ class Subject:
             model = LongContextLM(**given)
         except TypeError as error:
             raise ValueError(
-                f"model={path!r}: neither a config.json of transformers, which has a model_type, "
-                f"nor the arguments of a LongContextLM ({error}); pass one of these"
+                f"model={path!r}: neither the config.json of a model of transformers (it has no "
+                f"model_type), nor the arguments of a LongContextLM ({error}); pass one of these"
             ) from None
         if model.position_embedding is not None:
             self.most_tokens = model.max_seq_len
@@ -309,7 +309,7 @@ def cost_of(
         clipping: "flat" or "per_layer".
         microbatch: largest number of samples of a microbatch; None for all samples.
         ranks: number of ranks that share each sequence.
-        memory: memory of the device; None for this machine's memory, or that of a GPU of 80 GB.
+        memory: memory of the device; None for this machine's memory, or 80 GB for a GPU.
     """
     import torch
 
@@ -436,8 +436,8 @@ def largest(
 ) -> int | None:
     """Return the largest number with size_of(number) <= limit, within 1%; None if there is none.
 
-    Sizes grow with the number, at last almost linearly. So the next guess is where a line meets
-    the limit: through the sizes at both ends, or through the last two sizes below the limit.
+    Sizes grow with the number, and almost linearly for large numbers. So each guess is the number
+    at which a line through two known sizes meets the limit.
     """
     low, high = least - 1, (1 << 40) if most is None else most + 1
     known: dict[int, int] = {}

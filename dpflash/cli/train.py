@@ -268,7 +268,7 @@ def _print_error(rank: int, error: object) -> None:
 
 
 def _end(loss: str) -> None:
-    """End this process, whose main thread waits for the lost rank and would not notice."""
+    """End this process at once: its main thread waits for the lost rank and cannot end it."""
     print(file=sys.stderr)  # after a progress bar
     _print_error(_rank(), f"{loss}; resume the run with --resume")
     sys.stdout.flush()

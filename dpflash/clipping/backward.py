@@ -47,7 +47,7 @@ Refusal = Callable[[Tensor | None, object, Sequence[int | None]], str | None]
 
 
 class PrivateBackward:
-    """Runs the backward of a private model: chooses the mode, and checks gates while they run.
+    """Runs the backward of a private model: chooses the mode, and checks the clipping gates.
 
     Args:
         groups: the clipping groups.
@@ -58,14 +58,14 @@ class PrivateBackward:
         gate_type: class of the gates.
         convolves: whether the model has convolutions, whose operands cudnn rounds by default.
         proof: the isolation tests of the model, and their progress.
-        refusal: returns why nothing may be released, or None if a release is allowed.
+        refusal: function that returns the reason to refuse the backward, or None.
 
     Attributes:
         trial, place_trial, example: the isolation tests (trials) before a batch, or None.
         forward: the forward whose gates the backward runs.
         statistics: counts of clipped samples.
         rules: the objects and options that all gates share.
-        wants_trials: whether this rank ran code paths of which other ranks do not know yet.
+        wants_trials: whether this rank ran a new code path, which other ranks do not know yet.
         is_past_calls: whether layers computed the last losses without a call of the whole model.
         attachment: the changes that make_private made to the model, see `Attachment`.
     """
@@ -158,7 +158,7 @@ class PrivateBackward:
             yield is_outermost
 
     def begin_microbatch(self, samples: int, units: Units | None) -> None:
-        """Begin a microbatch in the forward; cut packed units to this rank's tokens."""
+        """Begin a microbatch. If units are packed, keep their tokens on this rank only."""
         context = self.ranks.context
         if units is not None and not units.are_rows and context is not None:
             (own,) = Layout(units.shape[1], world_size(context)).chunks(rank_in(context))
@@ -220,7 +220,7 @@ class PrivateBackward:
         self.step.end_backward()
 
     def record(self, losses: Tensor) -> bool:
-        """If a trial runs, show the backward of its losses to the trial's watch; return True."""
+        """If an isolation test (trial) runs, record the losses' backward and return True."""
         recording = self.recording
         if recording is None:
             return False
@@ -231,13 +231,13 @@ class PrivateBackward:
         return True
 
     def record_place(self, losses: Tensor) -> None:
-        """Show the backward of a trial with moved samples to the trial's watch."""
+        """Record the backward of a trial in which samples are in other rows."""
         assert self.place_trial is not None
         if losses.requires_grad and (losses.ndim or not self.place_trial.take_scalar(losses)):
             self._differentiate_places([losses], [self._seed(losses)])
 
     def _differentiate_places(self, outputs: list[Tensor], grads: list[Tensor]) -> None:
-        """Run the backward of a place trial under its watch, without dropout in checkpoints."""
+        """Record this backward for the trial; checkpointed layers recompute without dropout."""
         watch = None if self.place_trial is None else self.place_trial.gradients
         if watch is None:
             return
@@ -251,7 +251,7 @@ class PrivateBackward:
             watch.values.clear()
 
     def record_row(self, loss: Tensor) -> None:
-        """Do as `record` for the loss `[1]` of one row, if a batch runs row by row."""
+        """Like `record`, for the loss `[1]` of one row of a batch that runs row by row."""
         if self.recording is not None:
             self.step.begin_trial()
             watch = self.recording.watch_row()
@@ -259,7 +259,7 @@ class PrivateBackward:
                 self.recording.rows[-1] = None
 
     def _is_seen(self, losses: Tensor, watch: WatchedRows) -> bool:
-        """Run a backward that only this watch sees; return whether the backward could run."""
+        """Record a backward in `watch`, without clipping; return whether it could run."""
         with self.only_watched(watch):
             seeds = [self._seed(losses)]
             return differentiate(self, [losses], seeds, watch, keeps_graph=False)
@@ -410,14 +410,14 @@ class PrivateBackward:
     # Proof
 
     def begin_proof(self, size: int) -> bool:
-        """Return whether a test repeats this call of the model on at most `size` samples."""
+        """Return whether an isolation test will repeat this call; its batch size is <= `size`."""
         mark = self.step.tracker.current
         if mark is not None and mark.is_trial:
             return False
         return self.proof.begin_forward(size, new_pass=self.forward.state.is_over)
 
     def compare(self, rows: ForwardRows) -> None:
-        """Compare a call of the model with the same call in the microbatch's trial."""
+        """Compare the layers' inputs in this call with the inputs that the trial recorded."""
         trial = self.trial
         assert trial is not None
         refusal, samples = trial.compare_rows(rows)
@@ -432,7 +432,7 @@ class PrivateBackward:
         self._rest()
 
     def expect_scalar(self, outputs: Any, size: int, inputs: Sequence[Tensor]) -> Any:
-        """Return the outputs, wrapped so that the test of a scalar loss sees gradients."""
+        """If the loss is a scalar, wrap the outputs so that tests receive their gradients."""
         if self.loss_reduction is None or not self.proof.is_on:
             return outputs
         if self.place_trial is not None and self.place_trial.is_running:
@@ -454,7 +454,7 @@ class PrivateBackward:
             self._run = BackwardRun(watches=(watch, *own))
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
-        """Test a scalar loss by its gradient's rows at the outputs, see `ProvableBackward`."""
+        """Test a scalar loss by its gradients `[B, ...]` at the model's outputs."""
         if self._expected_size is not None:
             return  # For losses [B], `_prove` gives each loss a weight instead.
         with self.step.dropping():
@@ -518,9 +518,9 @@ class PrivateBackward:
         warn(
             "losses were computed without a call of the private model itself: its layers were "
             "called one by one, by one of its methods, or through your own torch.compile. So "
-            "dpflash does not check whether its forward mixes samples, the order of rows, or "
-            "random masks; see engine.verified. Call model(x), and use everything that is trained "
-            "in its forward only; to compile it, pass make_private(optimize='aggressive')",
+            "dpflash does not check the order of rows, random masks, or whether the forward mixes "
+            "samples; see engine.verified. Call model(x), and use trained parameters in its "
+            "forward only; to compile it, pass make_private(optimize='aggressive')",
         )
 
     def check_gate(self, gate: Gate) -> None:
@@ -530,7 +530,7 @@ class PrivateBackward:
                 raise RuntimeError(
                     "loss.backward() was called on a private model. Call engine.backward(losses) "
                     "with one loss per sample, or declare make_private(..., loss_reduction='mean' "
-                    "or 'sum') if the scalar really is that reduction over samples. For gradients "
+                    "or 'sum') if the scalar is the mean or sum of such losses. For gradients "
                     "of inputs alone, as in FGSM, call torch.autograd.grad(losses.sum(), x). "
                     f"{STEP_OF_ANOTHER}. {TOGETHER}. After the private training call "
                     "engine.detach(model)"
@@ -556,8 +556,8 @@ class PrivateBackward:
         if mixed or (self._run.mode == "sum" and gate is not self._summing):
             raise PrivateRefusal(
                 f"{self.forward.misfit}losses come from more than one forward, or from an earlier "
-                "forward; call engine.backward after each one, and give every layer inputs whose "
-                f"first dimension is the batch. {ALL_ROWS}. {SHARED}"
+                "forward; call engine.backward after each forward, and give every layer inputs "
+                f"whose first dimension is the batch. {ALL_ROWS}. {SHARED}"
             ) from None
         self.step.sums.refuse_inexact(gate.batch_size)
         self._arrived.add(id(gate))

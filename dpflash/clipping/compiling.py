@@ -1,7 +1,7 @@
 """Notices when torch.compile first traces a function in this process.
 
-A compiled model reads handles (see `Gate`), which must exist before the call. Creating a handle
-takes two operators per parameter, so a process that compiles nothing creates none in advance.
+A compiled model reads handles (expanded parameters, see `Gate`), which must exist before the call.
+Each takes two operators to create, so a process that compiles nothing creates none in advance.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _has_begun = False
 
 
 def compiles(forward: PrivateForward) -> bool:
-    """Return whether to prepare handles now. If not, the first tracing prepares them."""
+    """Return whether to create handles now. If not, the first tracing creates them."""
     dynamo = sys.modules.get("torch._dynamo")  # every optimizer imports it
     if dynamo is not None and not _has_begun:
         handler = dynamo.callback.callback_handler

@@ -1,10 +1,10 @@
 """ContextGate: the clipping gate for samples whose tokens are spread over several ranks.
 
 A sample's gradient is the sum of the gradients of its shards, and the norm of a sum cannot be
-computed from the norms of its terms. So the ranks exchange per-sample gradients in bundles: each
-rank adds up one slice of every parameter, see `dpflash.distributed.slices`, and computes the
-squared norms [B] of its slice. An all-reduce adds these norms up. Then each rank clips and sums
-its slice, and the release joins the slices.
+computed from the norms of its terms. So the ranks exchange per-sample gradients: each rank adds up
+its part of every parameter (a slice, see `dpflash.distributed.slices`), and computes the squared
+norms [B] of this part. An all-reduce adds up the squared norms. Then each rank clips and sums its
+slice, and the optimizer step joins the slices. One exchange (a bundle) has several parameters.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ContextGate(Gate):
                 self._receive(position, piece)
 
     def _receive(self, position: int, piece: Tensor) -> None:
-        """Save a slice of per-sample gradients; ghost clipping takes its norms or sum instead."""
+        """Save a slice of per-sample gradients or, in ghost clipping, its norms or its sum."""
         mode = self.run.mode
         if mode not in ("norms", "sum") or self.is_dense(position) or not self._single(position):
             held = self._slices.get(position)
@@ -121,7 +121,7 @@ class ContextGate(Gate):
         self.squares = squares if self.squares is None else self.squares + squares
 
     def _settle(self, grads: Sequence[Tensor | None]) -> None:
-        """Exchange the waiting gradients and those of the handles; None counts as zeros.
+        """Exchange the per-sample gradients that are left; a missing gradient counts as zeros.
 
         Raises:
             RuntimeError: ranks exchanged gradients of different parameters.

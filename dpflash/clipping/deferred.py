@@ -36,7 +36,7 @@ _SUM_OF_TWO = 2.0**-22
 
 
 class TiledUse(Protocol):
-    """An application of a parameter that recomputes G_i in tiles instead of saving dy."""
+    """A layer's call that recomputes the per-sample gradient G_i in tiles, and saves no dy."""
 
     @property
     def batch_size(self) -> int:
@@ -48,7 +48,7 @@ class TiledUse(Protocol):
 
     @property
     def is_sparse(self) -> bool:
-        """True if a tile is one row of one sample and G is 0 elsewhere; False if tiles cover G."""
+        """Whether a tile is one row of one sample, and G is 0 elsewhere; else tiles cover G."""
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """Yield (samples, rows) of at least one tile; tiles fit into memory and do not overlap."""
@@ -66,7 +66,7 @@ class Use(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Which samples of a parameter are multiplied in one shared product, and which separately.
+    """Divides a parameter's samples between one shared product and separate products.
 
     Attributes:
         factors: [B], fp32, the clipping factors.
@@ -81,21 +81,21 @@ class Share(NamedTuple):
 
 @dataclass
 class DeferredGradients:
-    """The saved tensors of one matrix parameter. Its G_i is the sum over its applications.
+    """The saved tensors of one matrix parameter, whose per-sample gradient is G_i.
 
-    If one application is tiled, the other applications are computed tile by tile too, so that
-    the norm of each tile includes the cross terms.
+    G_i is the sum over the applications of the parameter. If one application is tiled, all are
+    computed tile by tile, so that the norm of each tile includes the cross terms.
 
     Attributes:
         rows: number of rows of the parameter.
         linear: pairs (x [B, T, I], dy [B, T, O]), one for each call of a linear layer.
         embedding: pairs (indices [B, T], dy [B, T, E]), one for each look-up.
         tiled: applications that recompute their gradient.
-        units: set if samples are not rows. The tensors of linear layers and look-ups are then
+        units: None if samples are rows. Otherwise the tensors of linear layers and look-ups are
             `[1, n, ...]`, with the entries of all samples, and B is the number of units.
-        cancelling: [B], bool: samples whose terms nearly cancel, so that their norms come from
-            products of their own. None before norms are computed, or if all norms come from such
-            products.
+        cancelling: [B], bool: True for samples whose terms nearly cancel. The norm of such a
+            sample comes from a separate product. None before norms are computed, or if the
+            norms of all samples come from separate products.
     """
 
     rows: int
@@ -135,7 +135,7 @@ class DeferredGradients:
         return total
 
     def bound_with(self, other: Tensor) -> Tensor:
-        """Return an upper bound of ||G_i + other_i||^2 if `other` has a clipped sum of its own."""
+        """Bound ||G_i + other_i||^2 from above, if both have separate clipped sums."""
         dense, others = self.dense(), squared_norm(other).sqrt()
         sizes = others + (squared_norm(dense).sqrt() if self.tiled else self.sizes())
         rounding = _SUM_OF_TWO if self.tiled else self.rounding() + _SUM_OF_TWO
@@ -211,7 +211,7 @@ class DeferredGradients:
         return total
 
     def sizes(self) -> Tensor:
-        """Return the sums of the magnitudes of the terms of G_i, [B], fp64, at least ||G_i||."""
+        """Return, for each G_i, the sum of its terms' magnitudes, [B], fp64: at least ||G_i||."""
         if self._magnitudes is None:
             of_tokens = [_magnitudes_of_tokens(x, dy) for x, dy in self.linear]
             of_tokens += [_magnitudes_of_tokens(None, dy) for _, dy in self.embedding]
@@ -293,10 +293,10 @@ def squared_norms(
 ) -> list[Tensor]:
     """Return tensors [B] whose sum is at least the sum of ||G_i||^2 over the parameters.
 
-    For samples that are multiplied separately, the result is equal to the sum. For other samples,
-    the rounding bound of a product over T tokens is added to the norm: T 2^-24 of the sum of the
-    terms' magnitudes. A sample whose terms nearly cancel is multiplied separately, as in mode
-    "instantiate", and its norm is that of its own G_i. Finding these samples waits for the device.
+    For samples with a separate product, the result is equal to this sum. For other samples, the
+    norm includes the rounding bound of a product over T tokens: T 2^-24 times the sum of the
+    terms' magnitudes. A sample whose terms nearly cancel gets a separate product, as in mode
+    "instantiate", and the norm of its own G_i. Finding such samples waits for the device.
 
     Args:
         kept: the saved tensors of each parameter, of one batch.
@@ -329,9 +329,9 @@ def squared_norms(
 def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -> list[Share]:
     """Choose the samples that share one product. Waits for the device unless all are separate.
 
-    One product sums the weighted gradients of several samples. A sample has its own product if the
-    shared one would round the sample's gradient too coarsely, or if its norm was computed from its
-    own product. Norms of the other samples include the shared product's rounding.
+    One product sums the weighted gradients of several samples. A sample has a separate product if
+    the shared product would round its gradient too coarsely, or if its norm came from a separate
+    product. Norms of the other samples include the shared product's rounding.
 
     Args:
         kept: the saved tensors of each parameter, of one batch.
@@ -361,7 +361,7 @@ def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -
 
 
 def _roundings(kept: Sequence[DeferredGradients], device: torch.device) -> Tensor:
-    """Return `rounding()` of each of K parameters: [K, 1], or [K, B] with units."""
+    """Return the relative rounding bounds of K parameters: [K, 1], or [K, B] with units."""
     found = [one.rounding() for one in kept]
     tensors = [rounding for rounding in found if isinstance(rounding, Tensor)]
     if tensors:
@@ -380,8 +380,7 @@ def _rows_of_embedding(indices: Tensor, dy: Tensor, rows: slice) -> Tensor:
 def _side_by_side(uses: list[tuple[Tensor, Tensor]], units: Units) -> Use:
     """Join applications on units into one, in which the entries of each unit are consecutive.
 
-    Each unit begins at a multiple of `EXACT_ALIGN`, which leaves the bits of its products as they
-    are.
+    Each unit begins at a multiple of `EXACT_ALIGN`, so that its products keep their bits.
     """
     spans = [units.spans_of(dy.shape[1]) for _, dy in uses]
     own = list(zip(*spans, strict=True))  # for each unit, its span in each use

@@ -120,8 +120,8 @@ class _Gates:
     def attached(self) -> Iterator[None]:
         """In the body, layers save their inputs for the gates.
 
-        For the other parameters, such as biases, autograd computes the sums of the gradients.
-        Per-sample gradients read the same tensors, so the time of the sums stands for them.
+        For the other parameters, such as biases, autograd computes summed gradients. Per-sample
+        gradients read the same tensors, so they are assumed to take as long.
         """
         with ExitStack() as stack:
             trained, planned = set(self.trained), set[Any]()
@@ -237,7 +237,7 @@ class _Gates:
             self.kept.setdefault(weight, grad)
 
     def _sum(self, parameter: nn.Parameter) -> None:
-        """Allocate a parameter's clipped sum; in float64 if exact and noise is added later."""
+        """Allocate a clipped sum: float64 if the sum is exact and noise is added later."""
         is_last = self.microbatches == 1 and self.ranks == 1
         is_exact = self.modes.get(parameter, "instantiate") == "instantiate"
         size = (8 if is_exact and not is_last else 4) * parameter.numel()

@@ -69,8 +69,8 @@ class PlannedUse:
     Attributes:
         parameter: dotted name of the parameter.
         grad_sample_mode: "instantiate", "book_keeping" or "ghost".
-        flops: FLOPs beyond those of a non-private backward; fp64 products count twice.
-        moved_bytes: bytes read and written beyond those of a non-private backward.
+        flops: FLOPs in addition to a non-private backward; fp64 products count twice.
+        moved_bytes: bytes read and written in addition to a non-private backward.
         memory_bytes: bytes kept until the gradients are clipped.
         seconds: predicted time, including the product of the ordinary weight gradient.
         share: this parameter's fraction of the predicted time of all parameters, 0 to 1.
@@ -102,8 +102,8 @@ class ClippingPlan:
         public: the public facts about the batches.
         attention: which library's kernels run dense and causal attention, and why.
         context: a table of the modes of context-parallel attention; empty without a context.
-        unplanned: dotted names of the trained matrices without an entry. For those that the last
-            forward used, per-sample gradients are stored.
+        unplanned: dotted names of the trained matrices without an entry. If the last forward
+            used such a matrix, its per-sample gradients are stored.
     """
 
     uses: tuple[PlannedUse, ...]

@@ -90,7 +90,7 @@ class ForwardState:
 def _explain_expanded(error: RuntimeError, call: _Call) -> None:
     """Append a possible cause to an error that the model's own code raised.
 
-    The error keeps its type, since whether it is raised may depend on private data.
+    The error stays a RuntimeError, since it may depend on private data.
     """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
@@ -158,7 +158,7 @@ class PrivateForward:
         units: the units of that microbatch, if its rows are not the samples.
         rows: records the inputs of the layers; None if nothing is recorded.
         is_compiled: whether the library's own torch.compile compiled the model.
-        misfit: message on the last call's first layer whose input did not have B rows, or "".
+        misfit: message on the first layer input without B rows in the last call, or "".
         state: the state of the current forward, or of the last forward if it is over.
         number: number of the current forward.
         prepared_handles: handles for a compiled model, by group; empty if none were prepared.
@@ -378,7 +378,7 @@ class PrivateForward:
     # Handles for torch.compile
 
     def begin_microbatch(self, samples: int, units: Units | None = None) -> None:
-        """Note that the loader yields a microbatch of `samples` samples: rows, or packed units."""
+        """Note that the loader yields a microbatch of this number of samples (rows or units)."""
         self.batch_hint = samples
         self.units = units
         self.finish()

@@ -37,7 +37,7 @@ _CLIPS = ("clip", "prove")
 
 
 class _ClipGate(torch.autograd.Function):
-    """The gate's node. Its input is no parameter: sums without noise must reach no `.grad`."""
+    """The gate's node. No parameter is its input, so no `.grad` gets a sum without noise."""
 
     @staticmethod
     def forward(ctx: Any, gate: Gate, stand_in: Tensor) -> tuple[Tensor, ...]:
@@ -192,7 +192,7 @@ class Gate:
         return self._take_use(position, embedding=[(indices, dy)])
 
     def _take_use(self, position: int, **uses: list[tuple[Tensor, Tensor]]) -> Tensor | None:
-        """By the mode, add to the norm or the sum, save tensors, or return the gradient."""
+        """Depending on the mode, add to norms or sums, save tensors, or return the gradient."""
         use, mode = self._deferred(position, **uses), self.run.mode
         if mode in ("sum", "norms") and self._single(position):
             self._take_once(position, use)
@@ -233,7 +233,7 @@ class Gate:
             self._task = task
 
     def _only_seen(self, position: int, *rows: Tensor) -> bool:
-        """Show an operation's rows to the watches; return whether the gate skips the operation."""
+        """Let tests record an operation's rows; return whether the gate skips the operation."""
         self._enter()
         for watch in self.run.watches:
             watch.use(self, position, rows)
@@ -313,7 +313,7 @@ class Gate:
         return factors if scale == 1 else rounded_down(factors.double() * scale)
 
     def _add_clipped(self, grads: Sequence[Tensor | None], factors: Tensor) -> None:
-        """Add the clipped sums: one call for the rounded sums, and one for the exact sums."""
+        """Add the clipped sums to the logical batch: the rounded sums, then the exact sums."""
         step, parameters = self.step, self.group.parameters
         kept = dict(zip(self._kept, shares(self._kept.values(), factors, self.bound), strict=True))
         dense: dict[nn.Parameter, Tensor] = {}

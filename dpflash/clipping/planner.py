@@ -57,9 +57,9 @@ class Work:
 class LinearShape:
     """The shape of one operation on a matrix parameter: B samples, T tokens, I inputs, O outputs.
 
-    Kernels are assumed to read each operand once and write each result once, without caches. Not
-    counted is the work that all modes share (the product for dx) and work that is done once per
-    batch (such as writing the sum [O, I]). So all costs except launches are proportional to B.
+    Kernels are assumed to read each operand once and write each result once, without caches. Work
+    that all modes share (the product for dx) and work that is done once per batch (such as writing
+    the sum [O, I]) are not counted. So all costs except launches are proportional to B.
     """
 
     batch: int
@@ -147,7 +147,7 @@ class EmbeddingShape(LinearShape):
         return 0
 
     def norm(self, gpu: bool) -> list[Work]:
-        """Count an fp64 copy for magnitudes; without Triton, also a copy and a sum for norms."""
+        """Return the work of magnitudes (fp64 copy) and norms (without Triton: copy, sum)."""
         double = self.batch * self.tokens * self.inputs * _DOUBLE
         summed = 0 if self._fused(gpu) else 5 * double
         return [Work(moved=self._operands + 2 * double), Work(moved=self._operands + summed)]
@@ -249,8 +249,8 @@ class Cost:
     """The cost of a mode for one parameter.
 
     Attributes:
-        flops: FLOPs beyond those of a non-private backward; fp64 products count twice.
-        moved: bytes read and written beyond those of a non-private backward.
+        flops: FLOPs in addition to a non-private backward; fp64 products count twice.
+        moved: bytes read and written in addition to a non-private backward.
         kept: bytes that are kept until the gradients are clipped.
         seconds: predicted time of all kernels of the mode, including the ordinary product.
     """
@@ -379,7 +379,7 @@ class Planner:
 
     Each parameter uses the faster of instantiate and book_keeping. If the parameters together keep
     more bytes than the budget, parameters change to the mode that keeps fewer bytes, beginning
-    with those that save most, until the budget suffices. If the budget never suffices and ghost is
+    with the largest savings, until the budget suffices. If the budget never suffices and ghost is
     allowed, all parameters use ghost.
 
     Guarantees:

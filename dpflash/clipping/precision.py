@@ -66,7 +66,7 @@ def refuse_coarse_products(device_type: str) -> None:
         if "matmul" in found:
             way_out = "call torch.set_float32_matmul_precision('highest')"
         raise ValueError(
-            f"{found} on a CPU: from some batch size on float32 products would be rounded, so "
+            f"{found} on a CPU: from some batch size on, torch would round float32 products, so "
             f"that one sample could change the sum by more than max_grad_norm; {way_out}"
         )
 

@@ -108,7 +108,7 @@ class GateRules:
         statistics: counts of clipped samples.
         run: function that returns the mode of the current backward.
         admit: function that checks a gate before it clips.
-        refuse_size: function (samples of the gate, losses) that raises if these numbers differ.
+        refuse_size: function that raises since there are more or fewer losses than samples.
         stand_ins: for each device, the tensor that the gates take as input instead of parameters.
     """
 

@@ -55,7 +55,7 @@ class KeepPrivacy(Callback):
         self._load()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Load the checkpoint of a run that had already finished, so that epsilon is not 0."""
+        """If the run had already finished, load its checkpoint now, so that epsilon is not 0."""
         self._load()
 
     def _load(self) -> None:

@@ -113,8 +113,8 @@ def use_secure_noise(optimizer: _Optimizer) -> _Optimizer:
 
     Use this function in place of `secure_mode=True`, which needs torchcsprng. Call it on the
     optimizer that `make_private` returned, and again after another `make_private`. The optimizer's
-    class is replaced by a subclass. Standard deviations of the noise do not change, also with
-    per-layer and adaptive clipping or noise schedulers. Nor do step hooks, and therefore
+    class is replaced by a subclass. The noise's standard deviations stay the same, also with
+    per-layer and adaptive clipping or noise schedulers. Step hooks stay the same, and therefore
     accounting.
 
     Args:
@@ -128,8 +128,8 @@ def use_secure_noise(optimizer: _Optimizer) -> _Optimizer:
         ImportError: Opacus is missing, or older than 1.6.
         ValueError: the optimizer is not Opacus', is for several processes, is in secure_mode, or
             has a noise_generator.
-        RuntimeError: in a later step, if some noise would come from another source, as for the
-            quantile of `PrivacyEngineAdaptiveClipping`. The step then releases nothing.
+        RuntimeError: in a later step, if some noise would come from another source, such as the
+            noise on the quantile of `PrivacyEngineAdaptiveClipping`. The step releases nothing.
 
     Guarantees:
         Each release takes a new 32-byte key from the operating system, and numbers its noise
@@ -350,8 +350,8 @@ class _NoiseSource(TorchFunctionMode):
     ) -> Tensor:
         if mean != 0 or generator is not None:
             raise RuntimeError(
-                f"noise with mean={mean!r} and generator={generator!r} is not the optimizer's: "
-                "do not change mean and generator after use_secure_noise(optimizer)"
+                f"noise with mean={mean!r} and generator={generator!r}: expected 0 and None. Do "
+                "not change mean and generator after use_secure_noise(optimizer)"
             )
         dtype = dtype or torch.get_default_dtype()
         wide = torch.promote_types(dtype, torch.float32)

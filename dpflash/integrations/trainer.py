@@ -571,8 +571,8 @@ class DPTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log public values and epsilon, and other values only with log_private_metrics.
 
-        The number of log entries is public too. So nothing is logged if no public value is left.
-        Nothing is logged between two microbatches of a step either, whose number is private.
+        The number of log entries is public too. So nothing is logged if no public value is left,
+        or between two microbatches of a step, since the number of microbatches is private.
         """
         kept = self._public(logs)
         loader = self._private_loader
@@ -790,8 +790,9 @@ class _Checkpoints(TrainerCallback):
         state.epoch = state.global_step / len(given["train_dataloader"])
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Remove the optimizer's file, which the engine's checkpoint replaces, and checkpoints of
-        the engine whose folder checkpoint-N was removed.
+        """Remove the optimizer's file, and engine checkpoints without a folder checkpoint-N.
+
+        The engine's checkpoint replaces the optimizer's file.
         """
         folder = Path(args.output_dir)
         (folder / f"checkpoint-{state.global_step}" / _OPTIMIZER).unlink(missing_ok=True)

@@ -104,16 +104,16 @@ def register() -> str:
     - attention dropout, head_mask, output_attentions, masks of more than two dimensions or with
       holes: the model raises an error when it runs
 
-    The hidden states of padded queries differ from those of ``"sdpa"``. They are finite, and no
-    other token attends to padded positions.
+    At padded positions, the hidden states differ from ``"sdpa"``. They are finite, and no other
+    token attends to these positions.
 
     Models whose code does not use transformers' attention interface (Falcon, BigBird, Longformer,
     DeBERTa, ...) raise ValueError when they are built with this name: train them with their own
     attention, ``attn_implementation="eager"``.
 
     After registration, transformers does not mistake "dpflash" for a FlashAttention package. Other
-    code mistakes every name with "flash" for such a package: for it, the same attention is also
-    registered as "dp_attention". For the experts of a mixture-of-experts model,
+    code may mistake any name that contains "flash" for such a package. So the same attention is
+    also registered as "dp_attention". For the experts of a mixture-of-experts model,
     ``experts_implementation="dpflash"`` is registered too.
 
     Returns:
@@ -252,9 +252,10 @@ def _mask(
 ) -> Tensor | None:
     """Return the `attention_mask` argument of `_attention`: padding, borders, or None (no mask).
 
-    Padding is a bool tensor `[B, S]`, True where a key is attended to. Padding has fewer than S
-    columns if the last keys of a preallocated cache are not filled yet, and is `[B, 1, 1, S]` for
-    one query. The borders of n packed documents are `[n + 1]`, int32.
+    Padding is a bool tensor `[B, S]`, True where a key is attended to. It has fewer than S columns
+    if the last keys of a preallocated cache are not filled yet. For one query it is
+    `[B, 1, 1, S]`. Borders `[n + 1]`, int32, are the token indices at which n packed documents
+    begin and end.
     """
     if q_length == 1:
         from transformers.masking_utils import sdpa_mask
@@ -554,7 +555,7 @@ def _pattern(
     borders: Tensor | None,
     padding: Tensor | None,
 ) -> Pattern | None:
-    """Return the pattern of these arguments; None for dense attention, as with one query."""
+    """Return the attention pattern of these arguments; None for dense attention or one query."""
     if borders is not None:
         documents = Documents(cu_seqlens=borders.tolist(), causal=causal)
         if sliding_window is not None and int(borders.diff().max()) > sliding_window:
@@ -584,5 +585,5 @@ def _pattern(
 # Patterns are built by Python code that torch.compile must not trace.
 @torch.compiler.assume_constant_result
 def _sliding_window(tokens: int, causal: bool) -> Pattern:
-    """Return a window of a token and the `tokens` - 1 before it (if not causal, also after it)."""
+    """Return a window: a token, `tokens` - 1 before it and, if not causal, as many after it."""
     return SlidingWindow(window=tokens - 1, causal=causal)

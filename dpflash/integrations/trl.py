@@ -240,12 +240,12 @@ class DPDPOTrainer(_TRLTrainer, DPOTrainer):
 
 
 def _scores_of(logits: Tensor) -> Callable[..., SimpleNamespace]:
-    """Return a function that TRL calls as the model; it returns the scores of these logits."""
+    """Return a function that TRL calls instead of the model, with results from these logits."""
     return lambda **given: _scores(logits, given["labels"])
 
 
 def _with_scores(model: nn.Module) -> Callable[..., SimpleNamespace]:
-    """Wrap the model so that TRL can call it as a model with TRL's fused head."""
+    """Wrap the model for TRL's calls with a fused head: compute the results from its logits."""
 
     def call(labels: Tensor | None = None, fused_lm_head: bool = False, **given: Any) -> Any:
         outputs = model(**given)

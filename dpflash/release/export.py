@@ -144,8 +144,8 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
     ledgers = [*([] if ledger is None else [ledger]), *opened(others)]
     if "data" in report["config"] and not ledgers:  # the run is one of `dpflash train`
         raise ValueError(
-            f"run={str(run)!r}: its ledger {str(own)!r} is missing, so other runs in this ledger "
-            "are unknown; restore ledger and guard, or pass --ledgers FILE if the ledger has moved"
+            f"run={str(run)!r}: its ledger {str(own)!r} is missing, so the ledger's other runs "
+            "are unknown; restore it and its .guard file, or pass --ledgers FILE if it has moved"
         )
     if others and not any(report.get("ledger_head") in heads(one.content()) for one in ledgers):
         raise ValueError(
@@ -198,8 +198,8 @@ def _require_same(run: Path, report: dict[str, Any], ledger: Ledger) -> None:
     released = sum(line.steps for line in lines)
     if released < written:
         raise ValueError(
-            f"run={str(run)!r}: its model was written after {written} releases, and its ledger "
-            f"has only {released}, so it lost lines; restore ledger and guard from a copy"
+            f"run={str(run)!r}: its model was written after {written} releases, but its ledger "
+            f"has only {released}, so it lost lines; restore ledger and .guard file from a copy"
         )
     if released > written:
         raise ValueError(

@@ -28,9 +28,9 @@ class Classification:
         texts: number of texts.
         accuracy: fraction of texts whose predicted label is correct.
         nats_per_text: mean loss of a text, in nats.
-        by_label: for each label, "texts" (the number of texts with the label), "recall" (the
-            fraction of these for which it is predicted, or None) and "precision" (the fraction of
-            the texts for which it is predicted that have it, or None).
+        by_label: for each label, "texts" (number of texts with this label), "recall" (fraction of
+            such texts with a correct prediction) and "precision" (fraction of correct predictions
+            among predictions of this label). A fraction of no texts is None.
     """
 
     texts: int

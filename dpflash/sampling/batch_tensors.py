@@ -1,4 +1,4 @@
-"""Collects the tensors of a batch, and the tensors that a loop may make from arrays and lists."""
+"""Collects the tensors of a batch, and converts its arrays and lists of numbers to tensors."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ The test does not detect
 - mixing that is rare or below rounding, and mixing in `__getitem__`;
 - functions that draw more random numbers for some entries than for others;
 - state of a dataset, and state that a function keeps in objects that cannot be restored;
-- results of unknown classes, and results whose first dimension is not the batch (packed ones).
+- results of unknown classes, and results whose first dimension is not the batch (packed rows).
 If the function's random numbers cannot be reset, a warning says so.
 """
 
@@ -58,7 +58,7 @@ def refuse_mixing(loader: DataLoader, *, may_sort: bool) -> None:
     equal entries differ from call to call cannot be tested; a warning then says so.
 
     Args:
-        may_sort: whether the rows may be in an order other than that of the entries.
+        may_sort: whether the rows may be in another order than the entries.
 
     Raises:
         PrivateRefusal: the message names the function and shows no value.
@@ -175,10 +175,10 @@ def _refuse(
         ) from None
     if trial.is_unrepeated:
         warn(
-            f"{name} could not be tried: it makes other rows from the same entries in each call, "
-            "by random numbers that cannot be reset (numpy.random.default_rng() or "
-            "random.SystemRandom() inside the function) or by state that it keeps. "
-            "If it mixes the entries of a batch, one entry may change the sum by more than "
+            f"{name} could not be tried: each call makes other rows from the same entries. It "
+            "keeps state, or draws random numbers that cannot be reset "
+            "(numpy.random.default_rng() or random.SystemRandom() inside the function). If it "
+            "mixes the entries of a batch, one entry may change the sum by more than "
             "max_grad_norm. Draw from the global generators of torch, NumPy or Python, or from a "
             "generator in an attribute or a variable of the function",
             PrivateWarning,
@@ -276,7 +276,7 @@ class _Trial:
         """Return whether an entry's row depends on the other entries, at equal random states.
 
         The order of rows is ignored, because some loaders may sort. If equal calls give different
-        results, the function is tested again, and its state is restored before each call. If
+        results, the test is repeated, and restores the function's state before each call. If
         results still differ, batches that repeat one entry show whether each row is random by
         itself.
         """
@@ -324,10 +324,10 @@ class _Trial:
         return False
 
     def _is_random_by_others(self) -> bool:
-        """Return whether equal calls differ for several entries, but never for a single entry.
+        """Return whether equal calls differ for a batch of several entries, but not of one.
 
-        For a single entry, the batch repeats this entry. If each row is random by itself, at most
-        one of 100,000 tests returns True by chance, for any probability that a row changes.
+        A batch of one entry repeats this entry. If each row is random by itself, at most one of
+        100,000 tests returns True by chance, for any probability that a row changes.
         """
         several, deadline = self._entries[:4], time.monotonic() + _SECONDS
         for entry in several:
@@ -343,7 +343,7 @@ class _Trial:
     def shared_of_entries(self) -> str | None:
         """Return the name of a field that has no row per entry but depends on entries, or None.
 
-        A number that equals a length of some tensor in the batch is as public as that length.
+        A number is allowed if a tensor in the batch has this length, which shows the number too.
         """
         if len(self._entries) < 3:
             return None
@@ -460,7 +460,7 @@ def _is_length(value: Any, lengths: set[int]) -> bool:
 
 
 def _differ(rows: list[list[Any]], others: list[list[Any]]) -> bool:
-    """Return whether rows of the same form exist in both lists, but no equal rows."""
+    """Return whether the lists have rows of the same form, but no row in common."""
     found = [_equal(row, other) for row in rows for other in others]
     return False in found and True not in found
 

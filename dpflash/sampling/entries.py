@@ -179,11 +179,11 @@ class FittingCollate:
     entry, and the batch has the same fields and dtypes (and shapes, if the length is public) as a
     batch of the model entry. Numbers of narrower dtypes, such as integers among fractions, are
     converted. So neither the decision whether an entry fits, nor the entry's row, depends on the
-    other entries of the batch. If only one entry of a batch has an additional field, a test of the
-    batch may not notice the field. So a batch is collated without a test only if each entry has
-    the types and dtypes of an entry that was tested and fits unchanged. Adding one entry to the
-    dataset may leave no model entry, but never changes the fields of the model entry. If a dataset
-    reads several entries at once, entries are compared in the form they have when read together.
+    other entries of the batch. A test of a whole batch may miss a field that only one entry has.
+    So an entry is tested by itself, unless it has the types and dtypes of an entry that was tested
+    and fits unchanged. If one entry is added to the dataset, there may be no model entry, but the
+    fields of the model entry never change. If a dataset reads several entries at once, entries are
+    compared in the form that they have when read together.
 
     A dataset may change the form of all its entries, for example in a curriculum of lengths. So if
     an entry does not fit, the model entry is read again. If the model entry no longer fits, the
@@ -193,7 +193,7 @@ class FittingCollate:
         collate: the user's function.
         dataset: `ReadableEntries`, whose first entries are read before the first batch.
         has_public_length: whether all rows have one public length.
-        each: the number of rows of a unit, which are contiguous.
+        each: the number of contiguous rows of a unit.
 
     Raises:
         PrivateRefusal: the function fails on the first entries or on a batch of entries that fit,
@@ -259,9 +259,9 @@ class FittingCollate:
                     error=self._error,
                 ) from None
             raise PrivateRefusal(
-                f"data_loader.collate_fn={name} failed on a batch, and not because of a "
-                "single entry alone: it failed on several entries together, or most of the "
-                "dataset's first seven entries differ in form, or __getitem__ failed on them. "
+                f"data_loader.collate_fn={name} failed on a batch in which each entry alone is "
+                "accepted, or most of the dataset's first seven entries differ in form or cannot "
+                "be read (__getitem__ failed). "
                 "`details['error']` of this exception has the message of the failure. Entries of "
                 "several lengths need a function that pads to a public length "
                 "(collate_fn=dpflash.sampling.PadTo, or the data_collator of a Trainer); replace "
@@ -320,7 +320,7 @@ class FittingCollate:
         return self._left >= 0
 
     def _kept_rows(self, alone: list[Any]) -> list[list[bool]]:
-        """Return the rows that each shorter version keeps, with a version for each length."""
+        """Return, for each shorter version of the batch, whether it keeps each row's entry."""
         if any(batch is _FAILED for batch in alone):
             return []
         shapes = [{n: x.shape for n, x in _numbers_of(batch)} for batch in alone]
@@ -367,7 +367,7 @@ class FittingCollate:
             ]
 
     def _are_known(self, entries: Any, items: list[Any], form: _Form, *, by_index: bool) -> bool:
-        """Return whether entries with the types and dtypes of these entries fit unchanged."""
+        """Return whether each entry has types and dtypes of an entry that fits unchanged."""
         if isinstance(entries, Together):
             return True
         kinds = {
@@ -429,7 +429,7 @@ class FittingCollate:
         return _Form(index, self.dataset[index] if by_index else item, two, three)
 
     def _is_common(self, form: _Form, items: list[Any]) -> bool:
-        """Return whether at least half of the items fit the form, even with one item fewer."""
+        """Return whether at least half of the items fit the form, not counting one of them."""
         by_index = self.dataset.reads_together
         count = sum(self._fits(x, form, by_index=by_index, adopts=False) for x in items)
         return len(items) == 1 or 2 * (count - 1) >= len(items)
@@ -497,12 +497,12 @@ class _Uncopied(TypeError):
 
 
 class BadShare:
-    """Ends training if most samples are bad, since steps would then be little but noise.
+    """Raises an error if padding replaces most samples, since steps would be mostly noise.
 
     The check runs at the end of a logical batch, on `_JUDGED` or more samples together. A unit has
     at most `per_unit` samples in a logical batch, so `per_unit` bad samples of each logical batch
-    are not counted. Whatever its contents, a single unit can thus end training only if more than
-    half of the other samples are bad. If logical batches have one or two samples, this check never
+    are not counted. So one unit, whatever its contents, can end training only if more than half
+    of the other samples are bad. If logical batches have one or two samples, this check never
     ends training.
 
     Args:
@@ -567,7 +567,7 @@ class _Form:
     def adopted(self, batch: Any) -> Any:
         """Convert numbers of narrower dtypes in a batch to the dtypes of the form.
 
-        So the dtype of a field does not depend on whether the batch contains a fraction in it.
+        So a field's dtype is the same whether or not an entry of the batch holds a fraction.
         """
         new = {}
         for place, x in _numbers_of(batch):
@@ -588,7 +588,7 @@ class _Form:
         )
 
     def note_lengths(self, batch: Any, size: int) -> None:
-        """Record which lengths of a batch of fitting entries differ from those of the form."""
+        """Record which lengths of a batch of fitting entries differ from the form's lengths."""
         _, lengths = self._of(batch, size)
         self._varying |= {p for p, own in self._lengths.items() if lengths[p] != own}
 
@@ -630,7 +630,7 @@ def _stable(batch: Any, again: Any) -> set[str]:
 
 
 def _with_places_of(batch: Any, shorter: Any, stable: Collection[str]) -> Any | None:
-    """Return `shorter`, but with `batch`'s values of fields that are not `stable` (a time).
+    """Return `shorter`; fields that are not `stable` (such as a time) come from `batch`.
 
     Return None if such a field has different shapes in the two batches.
     """
@@ -674,7 +674,7 @@ def _replaced(batch: Any, new: dict[int, Any], depth: int = 0) -> Any:
 def _described(
     batch: Any, two: Any, three: Any, size: int, place: str = ""
 ) -> Iterator[tuple[str, tuple[Any, ...], tuple[int, ...]]]:
-    """Yield (place, kind, lengths) of all parts of a batch; lengths are sizes other than rows."""
+    """Yield (name, types, sizes of the dimensions other than the rows) of each part of a batch."""
     if isinstance(batch, Tensor) and batch.is_nested:
         yield place, (type(batch), batch.dtype), ()
         return

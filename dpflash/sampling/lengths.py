@@ -113,11 +113,11 @@ class Lengths:
         self._seen: dict[str, tuple[int, ...]] | None = None
 
     def observe(self, batch: Any, rows: int) -> None:
-        """Compare the shapes of a batch with those of the first one.
+        """Compare the shapes of a batch with the shapes of the first batch.
 
         Args:
             batch: nested tensors and arrays.
-            rows: the public number of rows. If dimension 0 has another size, it is a length.
+            rows: the public number of rows; another size of dimension 0 is compared as a length.
 
         Raises:
             PrivateRefusal: shapes differ although a public length is declared.

@@ -1,8 +1,8 @@
 """PrivateDataLoader: yields logical batches in microbatches with a public number of rows.
 
-One optimizer step releases one logical batch, which consists of one or more microbatches. The mark
-of each microbatch says whether it is the last one, so a loop that stops within a logical batch
-leaves no stale state. `slots` chooses the rows that hold samples.
+One optimizer step releases one logical batch, which consists of one or more microbatches. The
+`BatchMark` of a microbatch tells whether it is the last one. So a loop that stops within a logical
+batch leaves no stale state. `slots` chooses the rows that hold samples.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class _CollateForOthers:
     """The user's collate function for other loaders, whose batches have no padding rows.
 
     An empty logical batch becomes one padding row, a copy of entry 0. If DataLoader workers fetch
-    ahead, this row is blank instead, since a loop that leaves out steps could count the row as a
-    sample, see `BatchTracker`.
+    ahead, this row holds zeros instead: a loop that skips steps could count it as a sample, see
+    `BatchTracker`.
 
     Raises:
         PrivateRefusal: an entry cannot be part of a batch, and no padding row can replace it.
@@ -351,8 +351,8 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def _current_mark(self) -> BatchMark:
         if self._mark is None:
             raise RuntimeError(
-                "there is no current batch of this loader: iterate over it first. Batches of "
-                "BatchMemoryManager are not this loader's: in place of `if loader.is_last:` write "
+                "there is no current batch of this loader: iterate over it first. With "
+                "BatchMemoryManager there is never one: in place of `if loader.is_last:` write "
                 "`if not optimizer.step_was_skipped:` after optimizer.step(); all rows of its "
                 "batches are samples"
             )
@@ -400,7 +400,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
             self._place_trial.start()
 
     def drawing_apart(self) -> AbstractContextManager[None]:
-        """Return a context in which random numbers do not change later random numbers."""
+        """Return a context with another seed, after which the generators are restored."""
         return self._seeds.apart()
 
     def _fetched(self) -> Iterator[Collated]:
@@ -433,7 +433,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def _tried(
         self, made: Collated, mark: BatchMark, epoch: int
     ) -> Iterator[tuple[Any, BatchMark]]:
-        """Yield the public example and the trials that are due, and then the microbatch."""
+        """Yield the batches of the isolation tests that are due, and then the microbatch."""
         trial, batch = self._trial, made.batch
         if trial is not None:
             trial.sandbox.end_microbatch()
@@ -473,7 +473,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     def _tried_elsewhere(
         self, made: Collated, mark: BatchMark, epoch: int, *, is_due: bool
     ) -> Iterator[tuple[Any, BatchMark]]:
-        """Yield a microbatch with its samples in other rows, once per logical batch.
+        """Yield isolation tests with moved samples, once per logical batch.
 
         Samples have less padding, samples exchange rows, or documents move within their rows.
         """
@@ -533,7 +533,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
                 yield given, its_mark
 
     def _without(self, bad: Sequence[int], mark: BatchMark) -> BatchMark:
-        """Count the bad entries, and return the mark in which these entries are padding."""
+        """Count the bad entries of a microbatch; return its mark with padding in their place."""
         left = mark.without(bad)
         count = mark.count
         self._bad_entries += count - left.count

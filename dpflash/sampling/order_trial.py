@@ -88,7 +88,7 @@ def _choices(read: dict[int, Any]) -> Iterator[list[int]]:
 
 
 def _is_moved(make: Callable[[list[int]], Any], entries: list[int], others: list[int]) -> bool:
-    """Return whether a field's rows are in another order, and no field's rows follow the entries.
+    """Return whether some field's rows are reordered, and no field keeps the entries' order.
 
     Args:
         make: function that makes a batch from indices.

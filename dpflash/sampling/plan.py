@@ -216,12 +216,12 @@ class SamplingPlan:
 
     @property
     def bands(self) -> int:
-        """Number of bands of the noise; `event` is the cost of this number of releases."""
+        """Number of bands of the noise, and of releases that `event` covers."""
         return 1 if self.mechanism is None else self.mechanism.bands
 
     @property
     def rate_of_part(self) -> float:
-        """The probability of a sample in a logical batch that is drawn from the sample's part."""
+        """The probability of a sample in a logical batch that is sampled from its own part."""
         return 1.0 if self.sample_rate * self.bands > 1 else self.sample_rate * self.bands
 
     def events_of(self, steps: int) -> int:
@@ -243,8 +243,8 @@ class SamplingPlan:
         """Return the cost of releasing one logical batch with this noise.
 
         With shuffled epochs or random allocation, the event is the cost of a whole epoch, and
-        `noise_multiplier` is the smallest of the epoch's steps. With cyclic Poisson sampling, the
-        event is the cost of one batch from each part.
+        `noise_multiplier` is the smallest noise multiplier of the epoch's steps. With cyclic
+        Poisson sampling, the event is the cost of one batch from each part.
         """
         if self.sampling == "shuffled":
             return ShuffledGaussian(noise_multiplier=noise_multiplier)

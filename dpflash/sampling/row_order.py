@@ -29,8 +29,8 @@ SORTING = (
 class CollatedOrder:
     """Finds batches whose rows are in another order than the entries that were fetched.
 
-    If entry a is read repeatedly and most of its rows are equal, their content is that of a. Rows
-    were moved if the row of entry b has the content of entry a, and b itself has another content.
+    To find the content of an entry, the entry is read repeatedly: most of its rows are equal. Rows
+    were moved if the row of entry b has the content of entry a, and b has other content when read.
     Moves between equal entries are not detected.
     """
 
@@ -43,7 +43,7 @@ class CollatedOrder:
         Args:
             batch: the batch of the entries `indices`.
             indices: B indices of the dataset, of which some may repeat.
-            again: function of an index that reads this entry again and returns a batch of the B
+            again: function that reads the entry of an index again, and returns a batch of the B
                 entries and B + 1 more rows of this entry.
         """
         size, (index, count) = len(indices), Counter(indices).most_common(1)[0]
@@ -67,7 +67,7 @@ class CollatedOrder:
 
 
 def _always(batch: Any, size: int) -> Tensor | None:
-    """Return the digests that more than B of the 2 B + 1 rows share, or None if there are none.
+    """Return the digests of the content that more than B of the 2 B + 1 rows have, or None.
 
     Args:
         batch: a batch of B entries and B + 1 rows of one entry.

@@ -69,7 +69,7 @@ class DrawSampler(FixedDraws, Uncopied, ABC):
         self._refusal: str | None = None
 
     def refuse_other_loaders(self, reason: str) -> None:
-        """From now on, raise ValueError with this reason if another loader iterates this."""
+        """Make iteration by other loaders raise ValueError with this reason from now on."""
         self._refusal = reason
 
     def follow(self, tracker: BatchTracker, rank_part: tuple[int, int]) -> None:
@@ -352,7 +352,7 @@ def _least(words: np.ndarray, count: int) -> np.ndarray:
 
 
 class ShuffledBatchSampler(FixedDraws, BatchSampler):
-    """Yields the user's batches to any loader that iterates it, and reports to the tracker."""
+    """Yields the batches of the user's shuffled loader, and reports their sizes to the tracker."""
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, tracker: BatchTracker):
         super().__init__(sampler, batch_size, drop_last)

@@ -30,7 +30,7 @@ _LEAST_PAIRED = 3
 
 
 def slots_of_size(size: int, *, ranks: int = 1, at_most: int | None = None) -> int:
-    """Return the rows of a microbatch for `size` samples in the fewest equal microbatches.
+    """Return the number of rows per microbatch, for the fewest microbatches of equal size.
 
     Args:
         size: number of samples of a logical batch.
@@ -114,14 +114,14 @@ class Draws(Protocol):
 
 
 class SlotSampler:
-    """Yields the rows of each microbatch as indices of the dataset, and stores their marks.
+    """Yields each microbatch as a list of dataset indices, and stores its `BatchMark`.
 
     Args:
         draws: the sampler; the key of the slots is derived from its key.
         slots: number of rows of each microbatch on each rank.
 
     Attributes:
-        marks: marks of the microbatches that were yielded and not taken yet, in order.
+        marks: marks of the yielded microbatches that the loader has not taken yet, in order.
         last: mark of the microbatch that was yielded last.
 
     Guarantees:

@@ -76,7 +76,7 @@ def packing(at_most: int) -> PackTo:
 
 
 def batches(loader: DataLoader, ranges: Ranges, *, at_most: int) -> list[Any]:
-    """Return four batches: of one long sample, of one short sample, and twice of all samples.
+    """Return four batches: one long sample, one short sample, all samples, all samples again.
 
     Args:
         loader: the user's loader, whose entries determine the form of the samples, and whose

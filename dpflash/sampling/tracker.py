@@ -92,7 +92,7 @@ class BatchMark:
 
     @property
     def of_rows(self) -> BatchMark:
-        """The same mark with rows, not units; `real` is True for rows that belong to a unit."""
+        """This mark by rows instead of units; `real` is True for rows that belong to a unit."""
         units = self.units
         if units is None:
             return self
@@ -152,7 +152,7 @@ class LogicalBatch(Protocol):
 
 
 class BatchTracker:
-    """Follows the training loop from microbatch to microbatch, and refuses steps without a bound.
+    """Follows the training loop over microbatches, and refuses steps without a sensitivity bound.
 
     Args:
         fetched_ahead: whether DataLoader workers fetch batches ahead of the loop.
@@ -169,9 +169,9 @@ class BatchTracker:
         received: number of microbatches that the loop has received, trials included. PRIVATE.
         next_draw: number of the logical batch at which a resumed run continues.
         returns: number of times that the loader was set back to an earlier logical batch.
-        emitted: sizes of this epoch's logical batches that wait for a signalled release.
-        signalled: whether another loader has signalled a release, as Opacus' BatchMemoryManager
-            does, which calls step() for each microbatch.
+        emitted: sizes of this epoch's logical batches that other loaders fetched, until released.
+        signalled: whether another loader has signalled which steps release. The loop of Opacus'
+            BatchMemoryManager calls step() for each microbatch, and so needs such signals.
         signalled_now: whether the current step was signalled.
         skipped_last_step: whether the last step only ended a microbatch, without a release.
     """
@@ -258,7 +258,7 @@ class BatchTracker:
         self._seed_signalled()
 
     def _seed_signalled(self) -> None:
-        """Seed the generators for the signalled batch on which the loop trains next."""
+        """Seed the generators for the next batch, which comes from another loader."""
         self._signalled += 1
         if self._seeds is not None:
             self._seeds.seed("signal", self.epochs, self._signalled)
@@ -375,9 +375,9 @@ class BatchTracker:
     def real_rows(self, rows: int) -> Tensor | None:
         """Return a mask `[rows]`, True for the current microbatch's samples; None if all are.
 
-        A foreign batch with as many rows as the batch released last may be that batch again, and
-        its padding rows would count a sample twice. So the mask of the released batch is used. In
-        loaders that iterate `batch_sampler`, an empty logical batch is one padding row.
+        A batch from elsewhere with as many rows as the last released batch may be that batch
+        again, whose padding rows would count a sample twice. So the released batch's mask is used.
+        If a loader iterates `batch_sampler`, an empty logical batch is one padding row.
         """
         if rows == 1 and self._is_empty_draw:
             return torch.zeros(1, dtype=torch.bool)
@@ -435,7 +435,7 @@ class BatchTracker:
             self._batch.begin_microbatch(mark.size, mark.units, begins_draw=begins_draw)
 
     def before_rows(self) -> None:
-        """Refuse a run by rows if the sum already has this microbatch, or lacks an earlier one."""
+        """Refuse to run by rows if the sum has this microbatch, or lacks an earlier microbatch."""
         if self.backward_done:
             raise PrivateRefusal(SECOND) from None
         if self.current is not None and self._summed < self.current.microbatch:
@@ -481,7 +481,7 @@ class BatchTracker:
             raise PrivateRefusal(_UNRELEASED) from None
 
     def _require_backward(self) -> None:
-        """Refuse a sum that lacks the current or an earlier microbatch, even an empty one."""
+        """Refuse a sum without the current or an earlier microbatch, which may be empty."""
         mark = self.current
         if mark is not None and not mark.is_trial and self._summed <= mark.microbatch:
             raise PrivateRefusal(_INCOMPLETE) from None
@@ -519,16 +519,15 @@ class BatchTracker:
             raise RuntimeError(FOREIGN)
         if signals and self._hides_repeats:
             raise RuntimeError(
-                "BatchMemoryManager over a loader with DataLoader workers whose batches all have "
-                "one size: a second step on one batch could not be distinguished from a step on "
-                "the next batch, so nothing was released. Use num_workers=0, or "
-                "physical_batch_size= without the manager"
+                "BatchMemoryManager with DataLoader workers and batches of one size: a second "
+                "step on a batch would look like a step on the next batch, so nothing was "
+                "released. Use num_workers=0, or physical_batch_size= without the manager"
             )
         if signals > 1 and not self._fetched_ahead:
             raise PrivateRefusal(
-                "batches were drawn and not stepped: optimizer.step() must follow every physical "
-                "batch of BatchMemoryManager, also an empty or skipped batch, or samples of two "
-                "logical batches mix in one step. Call step() before `continue`",
+                "batches were drawn and not stepped, so samples of two logical batches would mix "
+                "in one step: optimizer.step() must follow every physical batch of "
+                "BatchMemoryManager, also an empty or skipped one (call it before `continue`)",
                 batches=signals,
             ) from None
         is_padding = batch_size == 1 and self._is_empty_draw
@@ -550,9 +549,9 @@ class BatchTracker:
             raise PrivateRefusal(SECOND) from None
         if mark is None and not is_padding and self.real_rows(batch_size) is not None:
             warn(
-                "a batch of as many rows as the loader's last one, which was released: it is "
-                "treated as that batch, whose padding rows contribute zero. Train on your own "
-                "batches outside of the loop over the private loader, or in another size",
+                "a batch has as many rows as the loader's last one, which was released: it is "
+                "treated as the released batch, whose padding rows contribute zero. Train on your "
+                "own batches outside of the loop over the private loader, or in another size",
                 PrivateWarning,
             )
         self.backward_done = True
@@ -563,8 +562,8 @@ class BatchTracker:
     def take_draw(self, signalled: bool) -> bool:
         """Return whether the samples of this release are a logical batch of the private sampler.
 
-        For a signalled release, the number of samples seen since the last release must equal the
-        size of the next logical batch.
+        If another loader signals the release, the number of samples seen since the last release
+        must be the size of the next logical batch.
         """
         if not signalled:
             return self.current is not None
@@ -575,7 +574,7 @@ class BatchTracker:
 
     @property
     def _hides_repeats(self) -> bool:
-        """Whether repeats are not detected: workers fetch ahead batches, all of one size."""
+        """Whether a repeated batch is not noticed: workers fetch ahead, and sizes are equal."""
         return self._fetched_ahead and self._equal_sizes
 
     def released(self) -> None:

@@ -111,8 +111,8 @@ class UnitGroups:
     def kept(self) -> Indices:
         """Return the entries to train on, at most `limit` of each unit, ascending.
 
-        In the dataset's order, an entry is taken if each of its units has fewer than `limit` so
-        far. The choice depends on the entries' units, not on the contents of the entries.
+        In the dataset's order, an entry is taken if each of its units has fewer than `limit`
+        entries so far. The choice depends on the entries' units, not on their contents.
 
         Source: greedy contribution bounding of Ganesh et al. (arXiv:2503.03622).
         """

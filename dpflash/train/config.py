@@ -39,8 +39,8 @@ class TrainingConfig:
     """The configuration of a training job: the options that `dpflash train --help` explains.
 
     None means the default that the help states. With `pack`, a document that is longer than a row
-    is cut into windows, whose gradients are summed before clipping. Of a document with more tokens
-    than a microbatch, each step trains on one window, as long as a microbatch.
+    is cut into windows, whose gradients are summed before clipping. If a document has more tokens
+    than a microbatch, each step trains on one window with the tokens of a microbatch.
     """
 
     data: str | None = None

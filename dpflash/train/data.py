@@ -102,8 +102,8 @@ class ByteDocuments(Sequence[bytes]):
 
         `field` is the key of a record's text. With `label_field`, the key of its label, a document
         is the label, a NUL byte and the text; records with labels not in `labels` are left out.
-        - With unit "file" or "folder", a document is a file (of a .jsonl file, the texts of all
-          records). With "folder", a file directly in `path` is a unit.
+        - With unit "file" or "folder", a document is a file; for a .jsonl file, the texts of its
+          records together. With "folder", a file directly in `path` is a unit.
         - With "record" or "field:NAME", a document is a line of a JSONL file. Without `suffixes`,
           only .jsonl files are read.
         - Hidden files and folders, `__pycache__`, `site-packages` and `dist-packages` are skipped,
@@ -148,7 +148,7 @@ class ByteDocuments(Sequence[bytes]):
                 f"{path}: no usable {noun} in files of {wanted}. A line of a JSONL file must be "
                 f"an object with a string in field {field!r} (--field)"
                 + (f", one of the labels in {label_field!r} (--label-field)" * bool(labels))
-                + (f", and a string or a number in that of unit={unit!r}" if names_unit else "")
+                + (f", and a string or a number in the field of {unit=}" if names_unit else "")
                 + f"; or pass a folder with {kind} files, or other suffixes",
                 left_out=documents.left_out or "none",
             ) from None

@@ -232,8 +232,8 @@ class TrainingRun:
         names = {f.name for f in fields(TrainingState)}
         if saved.keys() != names:
             raise ValueError(
-                f"resume={str(folder)!r}: the checkpoint is not one of a training job; pass the "
-                "folder of a `dpflash train` run"
+                f"resume={str(folder)!r}: the checkpoint was not written by a training job; pass "
+                "the folder of a `dpflash train` run"
             )
         before = saved["config"]
         config = TrainingConfig(**{**before, **given})
@@ -247,8 +247,8 @@ class TrainingRun:
         corpus = Corpus.read(config)
         if corpus.digest != saved["data_digest"]:
             raise ValueError(
-                f"data={config.data!r}: the documents differ from those of the start of the run, "
-                "so epsilon would hold for neither set; restore them, or start a new run"
+                f"data={config.data!r}: the documents changed after the run began, so epsilon "
+                "would hold for neither version; restore them, or start a new run"
             )
         team = launch.connect(config)
         team.ranks.agree("dpflash train", {"the checkpoint to resume": path.name})
@@ -311,8 +311,8 @@ class TrainingRun:
         if config.ledger is None or left is None or left >= self.total_steps:
             return
         raise ValueError(
-            f"max_epsilon={config.max_epsilon!r}: of the run's {self.total_steps} steps it allows "
-            f"only {left}, since ledger={config.ledger!r} already has epsilon "
+            f"max_epsilon={config.max_epsilon!r}: the run has {self.total_steps} steps, but only "
+            f"{left} are allowed, since ledger={config.ledger!r} already has epsilon "
             f"{rounded_up(self.epsilon)}; lower target_epsilon or steps, or raise noise_multiplier"
         )
 
