@@ -28,6 +28,7 @@ from .scaling_tasks import (
 from .suite import Request, Row, Suite
 
 RANKS = (1, 2, 4)
+_MORE_TRIALS = 3  # factor for the number of trials of data parallel steps
 SCALINGS = ("strong", "weak")
 SECTIONS = ("attention", "memory", "reported", "training")
 
@@ -146,7 +147,10 @@ class _Sections:
                     name = f"{scaling}/{case.scheme}/B{case.batch}/T{case.tokens}"
                     row = blank_row("training", name, case, ranks, scaling=scaling)
                     given: dict[str, Any] = {"case": case, "alone": alone}
-                    given["effort"] = request.calls
+                    # Short steps of processes that wait for one another vary most.
+                    more = 1 if whole.scheme == "context" else _MORE_TRIALS
+                    effort = replace(request.calls, trials=more * request.calls.trials)
+                    given["effort"] = effort
                     yield from on_ranks([row], measure_training, request, **given)
 
 
