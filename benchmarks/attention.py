@@ -1,4 +1,4 @@
-"""Subjects that measure attention, and the suite "attention": all patterns, beside peers.
+"""Calls of attention to measure, and the suite "attention": all patterns and other libraries.
 
 Letters: B samples, H heads, T tokens, D head dim, E = H D model dim, R checked query rows.
 """
@@ -112,9 +112,9 @@ def build_pattern(name: str, causal: bool, tokens: int) -> patterns.Pattern:
 def sparse_pattern(
     tokens: int, causal: bool, percent: int, drawn: bool, block: int = _SPARSE_BLOCK
 ) -> BlockSparse:
-    """Return the densest block pattern that leaves out `percent` or more of dense's pairs.
+    """Return the densest block pattern that omits at least `percent`% of the (query, key) pairs.
 
-    The pattern has random blocks and the diagonal if `drawn`, else a window and one global block.
+    If `drawn`, the pattern has random blocks and the diagonal, else a window and a global block.
     """
 
     def blocks(width: int) -> BlockSparse:
@@ -139,8 +139,8 @@ def sparse_pattern(
     if width >= 1:
         return blocks(width)
     raise Unsupported(
-        f"a longer sequence: at T = {tokens:,} no pattern leaves out {percent}% of the pairs and "
-        f"still has a block of {block} tokens beside its diagonal"
+        f"a longer sequence: at T = {tokens:,}, no pattern that omits {percent}% of the pairs has "
+        f"a block of {block} tokens beside its diagonal"
     )
 
 

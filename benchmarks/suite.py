@@ -78,8 +78,8 @@ Build = Callable[..., Subject]
 class Measurement:
     """A row to measure.
 
-    `columns` are other columns, such as "section". The column "peer" is True for the code of other
-    libraries, whose wrong results are reported but are no failures of dpflash.
+    `columns` are further columns of the row, such as "section". If the column "peer" is True, the
+    row measures another library: a wrong result is reported, but is no failure of dpflash.
     """
 
     name: str  # unique name of the row

@@ -61,7 +61,7 @@ class Recall(Dataset[tuple[Tensor, Tensor]]):
 
 
 def model_of(tokens: int, reach: int) -> dpflash.nn.LongContextLM:
-    """Return a model of one layer: a head with the long branch, a head with segments of KEPT."""
+    """Return a model of one layer: one head with the long branch, one with KEPT-token segments."""
     model = dpflash.nn.LongContextLM(
         QUESTION + 1,
         WIDTH,

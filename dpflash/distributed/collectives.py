@@ -191,7 +191,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, operation: str) -> Tensor:
 def all_reduce_(
     x: Tensor, group: ProcessGroup, operation: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Sum a contiguous x over the ranks in place, or reduce it by `op`; bits are equal on all."""
+    """Sum a contiguous x over the ranks in place, or reduce it by `op`; all get equal bits."""
     with exchanging(operation, group):
         dist.all_reduce(x, op=op, group=group)
     return x

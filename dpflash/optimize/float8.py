@@ -34,7 +34,7 @@ def with_float8(
 
     Raises:
         ValueError: parameters are sharded, no layer supports float8, or the model computes in
-            float32 on a device other than the CPU, where trials tolerate float32 rounding alone.
+            float32 on a device other than the CPU: isolation tests allow only float32 rounding.
     """
     sharded = next((n for n, p in module.named_parameters() if is_sharded(p)), None)
     if sharded is not None:

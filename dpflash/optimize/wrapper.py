@@ -455,7 +455,7 @@ class ForwardWrapper:
         return self._batch_size(tensors) if size is None else size
 
     def _autocast_dtype(self) -> torch.dtype | None:
-        """Return the dtype of autocast: that of the user's region, if any, or of the level."""
+        """Return the dtype of the user's autocast region, or else of the level's autocast."""
         if torch.is_autocast_enabled(self._device):
             return torch.get_autocast_dtype(self._device)
         return torch.bfloat16 if self._optimization.autocast else None
@@ -590,9 +590,9 @@ def _noting_outputs(rows: ForwardRows) -> Iterator[None]:
 
 def _dropped(packed: None) -> Tensor:
     raise RuntimeError(
-        "the losses use outputs of a forward that only tested the first batches. It ran in the "
-        "same call of the model, and a list that a hook fills keeps them too. Overwrite kept "
-        "outputs, clear the list when the model's forward begins, or return what losses need"
+        "the losses use outputs of a forward that only tested the first batches: a call of the "
+        "model also runs such tests, and a list that a hook fills keeps their outputs. Clear the "
+        "list when the forward begins, overwrite kept outputs, or return what the losses need"
     )
 
 

@@ -40,8 +40,8 @@ def refuse_second_order(layer: str) -> NoReturn:
     """Refuse a backward with create_graph=True."""
     raise RuntimeError(
         f"the gradient of {layer} was asked for with create_graph=True, as gradient penalties "
-        "(WGAN-GP, R1), losses on derivatives (PINN) and Hessians do: its own gradient is not "
-        f"computed, so the penalty would not be trained. {_INSTEAD}"
+        "(WGAN-GP, R1), losses on derivatives (PINN) and Hessians do: a private layer cannot "
+        f"differentiate it again, so the penalty would not be trained. {_INSTEAD}"
     )
 
 
