@@ -35,7 +35,7 @@ LONGNET = partial(Dilated, segment_lengths=_LENGTHS, dilation_rates=(1, 2, 4, 6,
 
 
 def operator_subject(case: Case, operator: str, direction: str, seed: int) -> Subject:
-    """Return the subject that calls one of `peers.OPERATORS` on inputs drawn from the seed."""
+    """Return a call to measure (`Subject`): one of `peers.OPERATORS` on inputs from the seed."""
     backward = goes_backward(direction)
     run, inputs = build_run(operator, case), case.inputs(seed, with_do=backward)
     q, k, v = inputs[:3]
@@ -91,15 +91,15 @@ def pattern_subject(*, pattern: str, operator: str, causal: bool, **given: Any) 
 def case_subject(
     pattern: patterns.Pattern, operator: str, *, direction: str, seed: int, **shape: Any
 ) -> Subject:
-    """Return the subject that calls an operator; `shape` has the other fields of `Case`."""
+    """Return a call to measure (`Subject`); `shape` has the other fields of `Case`."""
     return operator_subject(Case(pattern, **shape), operator, direction, seed)
 
 
 def build_pattern(name: str, causal: bool, tokens: int) -> patterns.Pattern:
     """Return a pattern by its name in the suite "attention".
 
-    Below 4,096 tokens, windows, segments, documents and blocks are a quarter as long, since they
-    would otherwise leave out no pairs.
+    Below 4,096 tokens, windows, segments, documents and blocks are a quarter as long, so that they
+    still leave out pairs.
     """
     if name == "documents":
         part = 4 if tokens < 4096 else 1

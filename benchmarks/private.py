@@ -61,7 +61,7 @@ def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 def private_subject(*, provider: str, **given: Any) -> Subject:
     """Return a training step of one of PROVIDERS; `given` goes to `private_tasks.make_task`.
 
-    The subject's error is the error of the sum of clipped gradients, without noise.
+    `Subject.error` checks the sum of clipped gradients, without noise.
     """
     return private_step(provider=provider, **given)[0]
 

@@ -96,7 +96,7 @@ def bounds() -> list[dict[str, Any]]:
 
 
 def power(bug_runs: int, honest_runs: int, only: list[str] | None) -> list[dict[str, Any]]:
-    """Count the audits on one process that refute the claim, for each bug and without bugs."""
+    """Count the failed audits of one process, for each bug and without bugs."""
     sys.path.insert(0, str(BUGS))
     import seeded_bugs
 
@@ -122,7 +122,7 @@ def power(bug_runs: int, honest_runs: int, only: list[str] | None) -> list[dict[
 
 
 def ranks(bug_runs: int) -> list[dict[str, Any]]:
-    """Count the probes of two ranks that refute the claim, for each bug and without bugs."""
+    """Count the failed probes of two ranks, for each bug and without bugs."""
     sys.path.insert(0, str(BUGS))
     os.environ["PYTHONPATH"] = str(BUGS)
     import seeded_bugs

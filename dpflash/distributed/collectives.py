@@ -211,7 +211,7 @@ def all_reduce_all_(tensors: Sequence[Tensor], group: ProcessGroup | None) -> No
 
 
 def bundles(tensors: Sequence[Tensor], lengths: Sequence[int] = ()) -> Iterator[list[int]]:
-    """Yield lists of indices of tensors to send together: of one dtype, about 25 MiB each.
+    """Yield lists of indices of tensors to send together: one dtype and about 25 MiB per list.
 
     Args:
         tensors: the tensors; all ranks must pass the same dtypes.

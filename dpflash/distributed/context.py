@@ -173,7 +173,7 @@ class ContextParallel:
     def of(
         cls, mesh: DeviceMesh, mode: str = "auto", sharding: str | None = None
     ) -> ContextParallel:
-        """Use the dimension "context" of a mesh, or a one-dimensional mesh without names.
+        """Return the context of a mesh: its dimension "context", or its only, unnamed dimension.
 
         A sharding of None means "contiguous".
         """

@@ -30,7 +30,7 @@ class Ranks:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> Ranks:
-        """Return the groups of a mesh of all ranks with dimensions in `OF_DATA`, `OF_CONTEXT`."""
+        """Return the groups of a mesh of all ranks; its dimensions are in OF_DATA, OF_CONTEXT."""
         if mesh is None:
             return cls()
         if not isinstance(mesh, DeviceMesh):

@@ -51,7 +51,7 @@ class Slices:
         return self.of_context(parameter)[rank_in(self.ranks.context)]
 
     def owned(self, parameter: nn.Parameter) -> slice:
-        """Return the elements whose sums over all ranks this rank adds up and adds noise to."""
+        """Return the elements that this rank owns: it sums them over all ranks and adds noise."""
         held = self.held(parameter)
         if self.is_scattered(parameter):
             return held
@@ -61,7 +61,7 @@ class Slices:
     def scattered(
         self, totals: Mapping[nn.Parameter, Tensor], names: Sequence[object]
     ) -> dict[nn.Parameter, Tensor]:
-        """Reduce the whole sums of scattered parameters to this rank's rows of the sums."""
+        """Sum scattered parameters over the ranks; return this rank's rows of each sum."""
         cuts = [self._rows(p) for p in totals]
         values = [total.reshape(1, -1) for total in totals.values()]
         assert self.ranks.data is not None

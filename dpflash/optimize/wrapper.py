@@ -245,7 +245,7 @@ class ForwardWrapper:
         return self._captured.outputs(setting, (args, kwargs), run, self._keeping_state)
 
     def _tried(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
-        """Run a forward that is recorded for a trial, or compared with the recorded forward."""
+        """Run a forward that an isolation test records, or compares with the recorded forward."""
         backward, recording = self._backward, self._backward.recording
         if recording is not None and (not recording.has_rows or recording.had_backward):
             return self._called(module, tensors, args, kwargs)
@@ -443,7 +443,7 @@ class ForwardWrapper:
         return self._eagerly(module, dtype, args, kwargs)
 
     def _batch_size(self, tensors: list[Tensor]) -> int:
-        """Return the loader's number of rows if a tensor has as many, else the first tensor's."""
+        """Return the loader's number of rows if a tensor has it, else the first tensor's number."""
         drawn = self._backward.forward.batch_hint
         first = [t.shape[0] for t in tensors]
         return drawn if drawn in first else next(iter(first), 0)
@@ -626,7 +626,7 @@ def _class_with(original: type[nn.Module], methods: dict[str, Any]) -> type[nn.M
 
 
 def _guards(original: type[nn.Module], wrapper: ForwardWrapper, prefix: str) -> dict[str, Any]:
-    """Return methods that check the model's state before a save or copy, or accept a load."""
+    """Return methods that check the model's state in a save or copy, and accept a loaded state."""
     unchanged = wrapper.unchanged
     if unchanged is None:
         return {}

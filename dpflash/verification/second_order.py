@@ -72,7 +72,7 @@ def is_in_transform() -> bool:
 
 
 def _layer_of(node: Any) -> str:
-    """Return the name of the private layer whose handle is an input of an autograd node."""
+    """Return the name of the private layer whose parameter is an input of an autograd node."""
     inputs = list(node.next_functions)
     # With units, another node is between the handle and the operation.
     for parent, position in inputs + [i for n, _ in inputs if n for i in n.next_functions]:
