@@ -145,7 +145,7 @@ def sparse_pattern(
 
 
 def is_small(request: Request) -> bool:
-    """Whether sizes are small, as in quick runs on a CPU. Quick runs on a GPU keep the sizes."""
+    """Whether a run has small sizes, as quick runs on a CPU do. Quick runs on a GPU do not."""
     return request.quick and request.where.type == "cpu"
 
 

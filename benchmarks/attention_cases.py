@@ -191,7 +191,7 @@ def attend_rows(
 
 
 def score_bias(case: Case, q: Tensor, k: Tensor) -> Bias:
-    """Return the term that expresses the pattern in scores: the log of a key's multiplicity."""
+    """Return the bias of the pattern in scores: the log of how often each key counts."""
     if isinstance(case.pattern, Adaptive):
         return _adaptive_bias(case, case.pattern, q, k)
     seen, _ = multiplicity(case)
@@ -230,8 +230,8 @@ def check(
     """Return the relative errors of o and, with gradients, of dq, dk and dv.
 
     o is compared with the definition at rows drawn from the seed. The gradient of o is 0 in all
-    other rows, so the drawn rows determine dq, dk and dv completely. An error
-    is infinite if any entry is not finite.
+    other rows, so the drawn rows determine dq, dk and dv. An error is infinite if an entry is not
+    finite.
     """
     q, k, v = inputs[:3]
     rows = case.checked_rows(seed).to(case.device)

@@ -47,7 +47,7 @@ class Sizes:
 
 
 def _training_cases(batch: int, tokens: int, context: int, width: int) -> list[TrainingCase]:
-    """Return data parallel cases of `batch` samples, context parallel cases of 1 and 2 samples."""
+    """Return data parallel cases of `batch` samples, and context parallel ones of 1 and 2."""
     shapes = [("replicated", batch, tokens), ("fsdp2", batch, tokens)]
     shapes += [("context", 1, context), ("context", 2, context // 2)]
     return [TrainingCase(*shape, width=width) for shape in shapes]

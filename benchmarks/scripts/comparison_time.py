@@ -86,7 +86,7 @@ FIRST, RELEASES = 2, 40
 
 
 def measured(make: Callable[[], nn.Module], batch: int, tokens: int, steps: int) -> dict[str, Any]:
-    """Return the milliseconds of a step, and the fraction that each comparison takes of it."""
+    """Return the milliseconds of a step, and the fraction of them that each comparison takes."""
     engine, model, optimizer, loader = private(make, batch, tokens)
     batches = endless(loader)
     spent: dict[str, float] = {}

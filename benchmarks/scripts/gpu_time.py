@@ -392,7 +392,7 @@ def training(
 
 
 def over(row: Row, first: Row) -> Row:
-    """Return time and memory divided by those of `first`; a dry run measures no memory."""
+    """Return time and memory relative to the row `first`; a dry run measures no memory."""
     memory = row["peak_gib"] / (first["peak_gib"] or math.nan)
     return {"over_plain": row["ms"] / first["ms"], "memory_over_plain": memory}
 

@@ -116,7 +116,7 @@ def agree(
 
     Raises:
         PrivateRefusal: on all ranks, if a rank refuses. The text is this rank's `refusal`, or else
-            that of the first rank that refuses.
+            the `refusal` of the first rank that has one.
         ValueError: on all ranks, if a value differs (the message lists the value of each rank), or
             if a rank checks another operation.
     """

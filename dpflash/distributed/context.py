@@ -301,7 +301,7 @@ def context_parallel(
 ) -> _Model:
     """Make a model process this rank's tokens of each sequence instead of whole sequences.
 
-    Attention then includes the tokens of other ranks, and positions are those in the whole
+    Attention then includes the tokens of other ranks, and positions count over the whole
     sequence. All other modules work on single tokens and do not change.
 
     Args:

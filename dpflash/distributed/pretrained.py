@@ -207,7 +207,7 @@ def _require_embedded(module: Any, length: int) -> None:
     wpe = getattr(module.base_model, "wpe", None)
     if wpe is not None and length > wpe.num_embeddings:
         raise PrivateRefusal(
-            "input_ids have, over all ranks together, more positions than "
+            "input_ids of all ranks have more positions together than "
             f"n_positions={wpe.num_embeddings}; shorten the sequence before "
             "model.context_parallel.shard",
             length=length,

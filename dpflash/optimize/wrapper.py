@@ -161,7 +161,7 @@ class ForwardWrapper:
 
     @contextlib.contextmanager
     def _refusing_private(self) -> Iterator[None]:
-        """Context in which calls of single layers with rows of the private loader raise."""
+        """Context that refuses calls of single layers on samples of the private loader."""
 
         def refuse(module: nn.Module, args: Any, kwargs: Any) -> None:
             # A tensor with a grad_fn was computed by a layer, so its rows are not the loader's.
@@ -303,10 +303,10 @@ class ForwardWrapper:
             )
 
     def _proven(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
-        """Run forwards whose rows are compared, and then the forward itself.
+        """Run the forwards of the isolation test, and then the forward of the loop's own call.
 
-        The forward itself runs last, from the state at the beginning of the call, so that hooks
-        and objects hold the results of this forward.
+        The loop's forward runs last, from the state at the beginning of the call, so that hooks
+        and objects hold its results.
         """
         with self._keeping_state() as before, self._backward.forward.aside():
             run = functools.partial(self._repeated, module, before)
@@ -443,7 +443,7 @@ class ForwardWrapper:
         return self._eagerly(module, dtype, args, kwargs)
 
     def _batch_size(self, tensors: list[Tensor]) -> int:
-        """Return the loader's number of rows if a tensor has it, else the first tensor's number."""
+        """Return the loader's number of rows if a tensor has it, else the first tensor's."""
         drawn = self._backward.forward.batch_hint
         first = [t.shape[0] for t in tensors]
         return drawn if drawn in first else next(iter(first), 0)

@@ -133,7 +133,7 @@ class OwnAttributes:
         self._set(self._held)
 
     def restore_copies(self) -> None:
-        """Set copies of the saved attributes on the modules; the saved ones stay unchanged."""
+        """Set copies of the saved attributes on the modules; the originals stay unchanged."""
         self._set(self._copies_of(self._copies))
 
     def differing(self, other: OwnAttributes) -> list[str]:

@@ -309,7 +309,7 @@ def _direct(held: Iterable[Any]) -> list[Any]:
 
 
 def _recomputed(node: Any, model: nn.Module) -> list[Tensor | Hidden]:
-    """Return the parameters of a checkpointed module; `Hidden` if it is not one of the model's."""
+    """Return the parameters of a checkpointed module; `Hidden` if the model does not have it."""
     function = getattr(node, "run_function", type(node)._forward_cls)
     while isinstance(function, functools.partial):
         function = function.func
