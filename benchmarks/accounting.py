@@ -1,7 +1,7 @@
 """The suite "accounting": dpflash's accountants beside Opacus' and Google's dp_accounting.
 
-An epsilon is correct if it is not below a certified lower bound, which is the lower end of
-contour's interval. The epsilon of contour itself is compared with the lower end of pld's interval.
+An epsilon is correct if it is at least a certified lower bound. The accountant "contour" computes
+this bound; for the epsilon of "contour" itself, the accountant "pld" computes the bound.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _accountant(provider: str) -> Callable[[], Any]:
 
 
 def query(*, device: str, seed: int, provider: str, noise: float, steps: int) -> Subject:
-    """Return the subject that computes epsilon of equal steps.
+    """Return a call to measure (`Subject`) that computes epsilon after `steps` equal steps.
 
     Each call has a new accountant and a slightly different noise multiplier, so no cache helps.
     """

@@ -1,4 +1,4 @@
-"""Subjects that measure attention, and the suite "attention": all patterns, beside peers.
+"""Calls of attention to measure, and the suite "attention": all patterns and other libraries.
 
 Letters: B samples, H heads, T tokens, D head dim, E = H D model dim, R checked query rows.
 """
@@ -35,7 +35,7 @@ LONGNET = partial(Dilated, segment_lengths=_LENGTHS, dilation_rates=(1, 2, 4, 6,
 
 
 def operator_subject(case: Case, operator: str, direction: str, seed: int) -> Subject:
-    """Return the subject that calls one of `peers.OPERATORS` on inputs drawn from the seed."""
+    """Return a call to measure (`Subject`): one of `peers.OPERATORS` on inputs from the seed."""
     backward = goes_backward(direction)
     run, inputs = build_run(operator, case), case.inputs(seed, with_do=backward)
     q, k, v = inputs[:3]
@@ -91,15 +91,15 @@ def pattern_subject(*, pattern: str, operator: str, causal: bool, **given: Any) 
 def case_subject(
     pattern: patterns.Pattern, operator: str, *, direction: str, seed: int, **shape: Any
 ) -> Subject:
-    """Return the subject that calls an operator; `shape` has the other fields of `Case`."""
+    """Return a call to measure (`Subject`); `shape` has the other fields of `Case`."""
     return operator_subject(Case(pattern, **shape), operator, direction, seed)
 
 
 def build_pattern(name: str, causal: bool, tokens: int) -> patterns.Pattern:
     """Return a pattern by its name in the suite "attention".
 
-    Below 4,096 tokens, windows, segments, documents and blocks are a quarter as long, since they
-    would otherwise leave out no pairs.
+    Below 4,096 tokens, windows, segments, documents and blocks are a quarter as long, so that they
+    still leave out pairs.
     """
     if name == "documents":
         part = 4 if tokens < 4096 else 1
@@ -112,9 +112,9 @@ def build_pattern(name: str, causal: bool, tokens: int) -> patterns.Pattern:
 def sparse_pattern(
     tokens: int, causal: bool, percent: int, drawn: bool, block: int = _SPARSE_BLOCK
 ) -> BlockSparse:
-    """Return the densest block pattern that leaves out `percent` or more of dense's pairs.
+    """Return the densest block pattern that omits at least `percent`% of the (query, key) pairs.
 
-    The pattern has random blocks and the diagonal if `drawn`, else a window and one global block.
+    If `drawn`, the pattern has random blocks and the diagonal, else a window and a global block.
     """
 
     def blocks(width: int) -> BlockSparse:
@@ -139,13 +139,13 @@ def sparse_pattern(
     if width >= 1:
         return blocks(width)
     raise Unsupported(
-        f"a longer sequence: at T = {tokens:,} no pattern leaves out {percent}% of the pairs and "
-        f"still has a block of {block} tokens beside its diagonal"
+        f"a longer sequence: at T = {tokens:,}, no pattern that omits {percent}% of the pairs has "
+        f"a block of {block} tokens beside its diagonal"
     )
 
 
 def is_small(request: Request) -> bool:
-    """Whether sizes are small, as in quick runs on a CPU. Quick runs on a GPU keep the sizes."""
+    """Whether a run has small sizes, as quick runs on a CPU do. Quick runs on a GPU do not."""
     return request.quick and request.where.type == "cpu"
 
 

@@ -79,7 +79,7 @@ class Case:
         return [*leaves, *([torch.randn(shape, generator=generator, **given)] * with_do)]
 
     def checked_rows(self, seed: int = 0) -> Tensor:
-        """Return all rows of a short sequence, else a random row of each of R parts, `[R]`."""
+        """Return the checked query rows, `[R]`: all, or a random one in each of R equal parts."""
         if self.tokens <= CHECKED_TOKENS:
             return torch.arange(self.tokens)
         borders = [self.tokens * part // CHECKED_ROWS for part in range(CHECKED_ROWS + 1)]
@@ -99,9 +99,9 @@ def document_borders(
 
 
 def multiplicity(case: Case) -> tuple[Multiplicity, bool]:
-    """Return the case's `Multiplicity`, and whether it differs between heads.
+    """Return how often each key counts for a query, and whether this differs between heads.
 
-    FlexAttention's masks use this function too. Adaptive, which chooses by q and k, has no mask.
+    FlexAttention's masks use this function too. It refuses `Adaptive`, which depends on q and k.
     """
     pattern, per_head = case.pattern, False
     seen: Multiplicity = _all_pairs
@@ -191,7 +191,7 @@ def attend_rows(
 
 
 def score_bias(case: Case, q: Tensor, k: Tensor) -> Bias:
-    """Return the term that expresses the pattern in scores: the log of a key's multiplicity."""
+    """Return the bias of the pattern in scores: the log of how often each key counts."""
     if isinstance(case.pattern, Adaptive):
         return _adaptive_bias(case, case.pattern, q, k)
     seen, _ = multiplicity(case)
@@ -204,7 +204,7 @@ def score_bias(case: Case, q: Tensor, k: Tensor) -> Bias:
 
 
 def _adaptive_bias(case: Case, pattern: Adaptive, q: Tensor, k: Tensor) -> Bias:
-    """Return the log of the block gates, a function of q and k, for blocks that dpflash chose."""
+    """Return the bias for `Adaptive`: the log of the gate of each key block that it chose."""
     size, n = pattern.block_size, -(-case.tokens // pattern.block_size)
     chosen = pattern.choose(q.detach(), k.detach(), case.head_dim**-0.5)[0].long()  # [B, H, n, K]
     keys = torch.arange(case.tokens, device=case.device)
@@ -230,8 +230,8 @@ def check(
     """Return the relative errors of o and, with gradients, of dq, dk and dv.
 
     o is compared with the definition at rows drawn from the seed. The gradient of o is 0 in all
-    other rows, so the drawn rows determine dq, dk and dv completely. An error
-    is infinite if any entry is not finite.
+    other rows, so the drawn rows determine dq, dk and dv. An error is infinite if an entry is not
+    finite.
     """
     q, k, v = inputs[:3]
     rows = case.checked_rows(seed).to(case.device)
@@ -265,9 +265,9 @@ def not_finite(x: Tensor) -> float:
 def band_error(x: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
     """Return the largest ``|x - expected| / |expected|`` over BANDS groups of consecutive rows.
 
-    Late rows of a long sequence are small, so early rows would dominate an error over all rows.
-    Each |expected| counts as at least a hundredth of the root mean square over the groups. If
-    `expected` is 0 but for rounding (dq of a single key), |scale| takes the place of |expected|.
+    An error over all rows would hide late rows, which are small in long sequences. The divisor of
+    a group is at least a hundredth of the root mean square of |expected| over the groups. If
+    `expected` is 0 up to rounding, as dq is for a single key, the divisor is |scale|.
     """
     floor = 1e-2 * expected.norm() / math.sqrt(BANDS)
     if scale is not None and expected.norm() < 1e-12 * scale.norm():

@@ -1,7 +1,7 @@
 """`dpflash bench compare`: compares two results of a benchmark row by row and finds slower rows.
 
-Results whose trials took turns (`versus`) are compared trial by trial. Results of separate runs
-are compared by the intervals of their medians. `significance` has the tests.
+`dpflash bench versus` alternates the trials of two checkouts: these are compared trial by trial.
+Separate runs are compared by the intervals of their medians. `significance` has the tests.
 """
 
 from __future__ import annotations
@@ -111,11 +111,12 @@ def _cells(line: Line) -> tuple[Any, ...]:
 def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float = 0.05) -> Report:
     """Compare two results of `suite.run_suite`, without peers' rows and derived rows.
 
-    If trials took turns, a row is slower if the estimate of its time ratio exceeds 1 + threshold
-    and is significantly above 1 (one-sided, at 5% over all rows together, Holm). For separate
-    runs, a row is slower if the intervals of the two medians are apart by more than the threshold;
-    with fewer than 8 trials or different load averages the row is undecided. Raises Unusable if
-    the environments differ, a run was interrupted, or the results have no row in common.
+    Raises Unusable if the environments differ, a run was interrupted, or no row is in both.
+
+    - If trials took turns: a row is slower if the estimated ratio of new to old time exceeds
+      1 + threshold and is significantly above 1 (one-sided, 5% over all rows, Holm).
+    - In separate runs: a row is slower if the new median's interval is above the old median's by
+      more than the threshold. With fewer than 8 trials or other load averages, it is undecided.
     """
     _validate.positive(threshold=threshold)
     environments = (old["environment"], new["environment"])
@@ -128,7 +129,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float 
     if unlike:
         raise Unusable(f"{'; '.join(unlike)}: measure both alike")
     if not all(found.get("complete", True) for found in (old, new)):
-        raise Unusable("a run was broken off, and rows that it lacks may be slower; measure again")
+        raise Unusable("a run was broken off, so slower rows may be missing; measure again")
     turns = environments[0].get("versus")
     if turns != environments[1].get("versus"):
         turns = None
@@ -187,7 +188,7 @@ def _pairs(old: Iterable[Row], new: Iterable[Row]) -> dict[str, tuple[Row | None
 
 
 def _verdict(old: Row | None, new: Row | None) -> tuple[str, str]:
-    """Return (verdict, reason) if no test of times is needed, else _BY_TIMES as the verdict."""
+    """Return (verdict, reason); the verdict is _BY_TIMES if it depends on a test of the times."""
     for row, which in ((old, "old"), (new, "new")):
         if row is not None and not _is_measured(row):
             return "fails", f"a figure of the {which} file is no measurement"
@@ -223,8 +224,8 @@ def _launches(name: str, old: int, new: int, turns: Mapping[str, Any]) -> int:
     launches = int(turns["launches"])
     if old != new or old % launches or old < 2:
         raise Unusable(
-            f"row {name!r}: {old} and {new} trials in {launches} launches do not pair; "
-            "measure both again"
+            f"row {name!r}: {old} and {new} trials in {launches} launches do not pair: "
+            "expected equal numbers, at least 2, with as many in each launch; measure both again"
         )
     return launches
 

@@ -103,9 +103,9 @@ def column(key: str, header: str | None = None) -> Column:
 def columns(
     *parts: str | Sequence[Column], computed: Mapping[str, Callable[[Row], Any]] | None = None
 ) -> tuple[Column, ...]:
-    """Return columns; a string "key | key: header | ..." names values of a row or of its config.
+    """Return the columns that `parts` list, as columns or as strings "key | key: header | ...".
 
-    If a key is in `computed`, the cell is `computed[key](row)`.
+    A cell is `computed[key](row)`, or else the value of `key` in the row or in its config.
     """
     known = computed or {}
     found: list[Column] = []
@@ -136,7 +136,7 @@ def chart(
 ) -> Chart:
     """Return a chart of the rows whose config has the values `only`.
 
-    x and y are columns, or strings "key: header"; `series` lists keys whose values name a line.
+    x and y are columns, or strings "key: header". The values of the keys `series` name the lines.
     """
     label, value = _named(y) if isinstance(y, str) else y
 

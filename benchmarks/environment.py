@@ -17,7 +17,7 @@ from dpflash.kernels import native
 
 
 def environment(device: str, threads: int) -> dict[str, Any]:
-    """Return the environment that a result states; `threads` is the number of each process."""
+    """Return the environment for a result's JSON; `threads` is the number per process."""
     return {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU {cpu_model()}",

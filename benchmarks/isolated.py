@@ -68,8 +68,8 @@ def run_isolated(
     """Run ``function(**arguments)`` in a fresh process and return its result.
 
     Arguments and result are pickled; torch has as many threads as in this process. Raises
-    OutOfMemory beyond `memory_limit` (bytes of private memory, Linux), OutOfTime beyond `timeout`
-    seconds, the function's exception, or Failed if that cannot be pickled or the process died.
+    the function's exception, or Failed if the exception cannot be pickled or the process died;
+    OutOfMemory beyond `memory_limit` bytes of private memory (Linux); OutOfTime beyond `timeout`.
     """
     threads = torch.get_num_threads()
     for _, result in _results([(function, arguments)], threads, timeout, memory_limit):

@@ -61,7 +61,7 @@ class Measured(NamedTuple):
 def make_call(
     *, variant: str, direction: str, tokens: int, dtype: str, device: str, seed: int
 ) -> Measured:
-    """Check a variant of SEARCHED at a small T, then call it once on one sample, causally."""
+    """Check a variant of SEARCHED at a small T, then measure a causal call on one sample."""
     own, where, backward = SEARCHED[variant], torch.device(device), goes_backward(direction)
     case = Case(own.pattern(tokens, True), tokens, 1, _HEADS, _HEAD_DIM, dtype, device)
     small = dataclasses.replace(case, tokens=_CHECKED_TOKENS, heads=_CHECKED_HEADS)

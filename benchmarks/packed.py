@@ -60,7 +60,7 @@ def packed_subject(
 ) -> Subject:
     """Return a training step over all documents; NONPRIVATE and PACKED use packed batches.
 
-    The subject's error is the error of the sum of gradients, clipped if private, without noise.
+    `Subject.error` checks the sum of gradients, without noise and, in private steps, clipped.
     """
     given = corpus(documents, longest, seed)
 

@@ -82,7 +82,7 @@ def _draw_chart(panel: Any, chart: Chart, rows: Sequence[Row], looks: dict[str, 
 
 
 def _reach(row: Row, value: float) -> tuple[float, float]:
-    """Return the distances (below, above) of the value to its 95% interval's ends; 0 if none."""
+    """Return the value's distances to the lower and upper end of its 95% interval, or zeros."""
     for key, interval in (
         ("median_ms", "ci95_ms"),
         ("speedup", "speedup_ci95"),

@@ -61,7 +61,7 @@ def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 def private_subject(*, provider: str, **given: Any) -> Subject:
     """Return a training step of one of PROVIDERS; `given` goes to `private_tasks.make_task`.
 
-    The subject's error is the error of the sum of clipped gradients, without noise.
+    `Subject.error` checks the sum of clipped gradients, without noise.
     """
     return private_step(provider=provider, **given)[0]
 
@@ -94,7 +94,7 @@ class Training(NamedTuple):
 def make_training(
     task: Task, provider: str, *, noise_multiplier: float, optimize: Optimize, **options: Any
 ) -> Training:
-    """Return the training of a task by one of PROVIDERS, or by "optimize-LEVEL".
+    """Return a training step on a task by one of PROVIDERS, or by "optimize-LEVEL".
 
     The provider "optimize-LEVEL" is `make_private(optimize=LEVEL)`. `options` are further
     arguments of make_private. Raises Unsupported if the provider is not installed.
@@ -140,9 +140,9 @@ def make_training(
 def gradient_error(task: Task, provider: str) -> float:
     """Return the largest relative error of a parameter's sum of clipped gradients.
 
-    dpflash's flat clipping may use upper bounds of the norms. Then its sum is compared with a sum
-    that is clipped by the same bounds. The error is infinite if a bound is below the exact norm,
-    or further above it than rounding explains.
+    dpflash's flat clipping may use upper bounds in place of exact norms. The expected sum is then
+    clipped by the same bounds. The error is infinite if a bound is below the exact norm, or
+    exceeds the exact norm by more than rounding explains.
     """
     given: list[Tensor] = []
     keep = functools.partial(GradientKeeper, given=given)
@@ -168,7 +168,7 @@ def clipping_of(provider: str) -> str | None:
 
 
 def raised_norms(task: Task, norms: Tensor) -> list[float] | None:
-    """Return each norm divided by its sample's exact norm, None if one is wrong; any order."""
+    """Return each sample's norm / exact norm; None if a norm is wrong. `norms` have any order."""
     exact = [_norm(grads) for grads in _sample_gradients(task, task.build())]
     if len(norms) != len(exact):
         return None

@@ -72,7 +72,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Reported:
-    """A published row. Exactly one of `answers`, `features` and `needs` is not empty."""
+    """A published row; one field, `answers`, `features` or `needs`, has dpflash's answer to it."""
 
     named: str  # name and configuration
     figures: Sequence[Figure] = ()
@@ -82,7 +82,7 @@ class Reported:
     needs: str = ""  # the requirement for an answer that cannot be measured here
 
     def measured(self, devices: Mapping[str, Files]) -> list[tuple[str, Row]]:
-        """Return (device, dpflash's row) for each of dpflash's rows that answers this row."""
+        """Return (device, row) for each measured row of dpflash that `answers` select."""
         return [
             (name, row)
             for name, files in devices.items()
@@ -180,7 +180,7 @@ def report_parts(report: Report, devices: Mapping[str, Files]) -> Iterator[str]:
 
 
 def _lines(row: Reported, devices: Mapping[str, Files]) -> Iterator[list[Any]]:
-    """Yield a table line for each of dpflash's rows; the first also has the published row."""
+    """Yield a line for each row of dpflash; the first line also shows the published row."""
     theirs = [row.named, ", ".join(map(str, row.figures)) or None]
     wrong = row.wrong or None
     for device, own in row.measured(devices):

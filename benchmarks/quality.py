@@ -62,8 +62,8 @@ class Contestant:
 def contestants(tokens: int) -> list[Contestant]:
     """Return the models to train on windows of `tokens` tokens, each after its baseline.
 
-    All patterns are causal. They are the patterns that "variants" and "attention" time at T =
-    8192, with lengths scaled to the window, so that `dpflash.recommend` finds a pattern's loss.
+    All patterns are causal. The suites "variants" and "attention" time them at T = 8192. Here
+    their lengths are scaled to the window, so that `dpflash.recommend` finds each pattern's loss.
     The blocks of Adaptive are not scaled, since they cannot be that small.
     """
     dense = Dense(causal=True)

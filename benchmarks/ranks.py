@@ -178,7 +178,7 @@ def training_row(
 
 
 def step_seconds(case: TrainingCase, request: Request) -> float:
-    """Return the seconds of a step on one rank; 0 if the step is wrong, as its row reports."""
+    """Return the seconds of a step on one rank, or 0 if the step's result is wrong."""
     given = {"case": case, "alone": case, "effort": Effort(0, 1)}
     device = request.where.type
     ((found,),) = run_ranks(measure_training, 1, device=device, timeout=_TIMEOUT, **given)

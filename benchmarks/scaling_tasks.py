@@ -101,9 +101,9 @@ def measure_attention(
     """Check calls of different modes and time them, in turns with a call by rank 0 alone.
 
     Rank 0 alone computes `tokens_alone` tokens, while the other ranks wait. If `effort` is None,
-    nothing is timed. A dict is returned for each case, with "error" (relative) and "correct". If
-    correct, the dict also has "peak_memory_mb" of a call, "tokens", "tokens_alone", the numbers of
-    pairs "edges" and "edges_alone" and, if timed, "seconds" of each trial and "alone_seconds".
+    nothing is timed. Returns a dict for each case, with "error" (relative) and "correct". If the
+    case is correct, the dict also has "peak_memory_mb", "tokens", "edges" (pairs) and, if timed,
+    "seconds" of each trial. "tokens_alone", "edges_alone" and "alone_seconds" are of rank 0 alone.
     """
     found = [_checked(place, _attention_error(place, case)) for case in cases]
     steps: dict[str, Step] = {}
@@ -219,10 +219,10 @@ def measure_training(
 ) -> list[dict[str, Any]]:
     """Check private and plain steps and time them, in turns with private steps by rank 0 alone.
 
-    A list with one dict is returned, whose keys are those of `measure_attention` without pairs.
-    "error" is the larger error of a noiseless private step, compared with a loop over samples, and
-    of the plain step's gradients. Further keys are "collectives" and "sent_bytes" of a step (see
-    `SentBytes`) and, on a CPU, "cpu_seconds". The plain step's keys begin with "plain_".
+    Returns a list of one dict. It has the keys of `measure_attention`, except "edges...". "error"
+    is the larger of two errors: a noiseless private step's, compared with a loop over samples, and
+    the plain step's. "collectives" and "sent_bytes" count one step, see `SentBytes`. On a CPU, the
+    dict also has "cpu_seconds". Keys that begin with "plain_" are of the plain step.
     """
     with warnings.catch_warnings():
         # dpflash warns if a rank trains alone while others exist.

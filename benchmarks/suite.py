@@ -78,8 +78,8 @@ Build = Callable[..., Subject]
 class Measurement:
     """A row to measure.
 
-    `columns` are other columns, such as "section". The column "peer" is True for the code of other
-    libraries, whose wrong results are reported but are no failures of dpflash.
+    `columns` are further columns of the row, such as "section". If the column "peer" is True, the
+    row measures another library: a wrong result is reported, but is no failure of dpflash.
     """
 
     name: str  # unique name of the row
@@ -283,7 +283,7 @@ def _noting(step: Step, name: str, failed: dict[str, Exception]) -> Step:
 
 
 class _Checked(NamedTuple):
-    """A subject whose result is correct, and the number of calls that fit the time limit."""
+    """A call whose result is correct, and the numbers of calls that fit the time limit."""
 
     subject: Subject
     effort: Effort
@@ -328,7 +328,7 @@ class Bench:
         return list(rows.values())
 
     def _checked(self, measurement: Measurement, row: Row, curve: str) -> _Checked | None:
-        """Return the subject if it runs here and is correct, else write the reason into `row`."""
+        """Return the subject if its call is possible and correct, else write why not to `row`."""
         try:
             probed, effort = self._probed(measurement)
             subject = measurement.build(
@@ -419,7 +419,7 @@ class Bench:
 
 
 def too_slow(reason: str, limit: float) -> str:
-    """Return the reason for a row whose smallest number of calls exceeds the time limit."""
+    """Return the reason of a row that has no figures, since its calls exceed the time limit."""
     return (
         f"a faster device or a higher --max-seconds: {reason}, and a warm-up and 3 trials do not "
         f"fit into the {limit:g} s of a row"

@@ -35,7 +35,7 @@ _MODULES = {
 
 
 def suite_named(name: str) -> Suite:
-    """Return the suite with a name in SUITES, or some sections of it by "scaling-SECTION"."""
+    """Return the suite of a name in SUITES, or by "scaling-SECTION" a section of "scaling"."""
     if name.startswith("scaling-"):
         from .scaling import scaling_suite
 

@@ -3,10 +3,10 @@
 Each checkout has its own process, which imports the checkout's dpflash. The two processes take
 turns (A B, B A, ...) on the same CPU and are timed by their process time on one thread, so that a
 slower machine or CPU slows both. A launch is a pair of fresh copies of these processes, on the
-next CPU. The layout of data in memory differs between launches, so the comparison counts launches,
-not rounds. All copies of a process share the layout of its code. Because of this layout, equal
-code differs by one to three percent. The 95% intervals do not cover this difference: of 60 rows of
-equal code, the intervals of only 44 contained the ratio 1. The threshold covers it.
+next CPU. Data has other addresses in each launch, so the comparison counts launches, not rounds.
+Code has the same addresses in all copies of a process. Because of these addresses, checkouts with
+equal code differ by one to three percent. The 95% intervals do not cover this difference: of 60
+rows of equal code, the intervals of only 44 contained the ratio 1. The threshold covers it.
 
     dpflash bench versus OLD_CHECKOUT NEW_CHECKOUT --out DIR
 """
@@ -179,7 +179,7 @@ def _runs(row: Row) -> bool:
 
 
 def _take(row: Row, built: dict[str, Any]) -> None:
-    """Write the answer to a "build" command into the row; keep the launches' least peak."""
+    """Write the answer to "build" into the row; keep the smallest peak of all launches."""
     row.update({key: built[key] for key in ("needs", "tolerance") if key in built})
     peaks = (row["peak_memory_mb"], built.get("peak_memory_mb"))
     row["peak_memory_mb"] = min((peak for peak in peaks if peak is not None), default=None)
@@ -239,7 +239,7 @@ class _Worker:
             self.process.wait()
             said = self._log.read_text(errors="replace").strip()
             raise WorkerError(
-                f"the process of {self._tree.name} ended: {said[-2000:]}; mend "
+                f"the process of {self._tree.name} ended: {said[-2000:]}; repair "
                 f"{os.fspath(self._checkout)!r} or pass a checkout of dpflash that runs"
             )
         answer: dict[str, Any] = json.loads(line)

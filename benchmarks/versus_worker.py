@@ -3,11 +3,13 @@
 `versus` copies this file and `memory` from its own dpflash and runs them with the dpflash of a
 checkout. So this file uses only exported names, which older versions have too.
 
-Each line of JSON on stdin is a command; its answer is a line on stdout. The commands are:
-``{"do": "launch", "cpu": C}`` begins a launch on CPU C, or on any CPU for null (answer ``{}``).
-``{"do": "build", "name": N, "result": FILE}`` answers with tolerance and peak_memory_mb, or with
-needs, and saves the result unless FILE is null. ``{"do": "time", "name": N}`` answers with the
-process time of one call in seconds. ``{"do": "end"}`` ends the launch (answer ``{}``).
+Each line of JSON on stdin is a command; its answer is a line on stdout:
+
+- ``{"do": "launch", "cpu": C}`` begins a launch on CPU C (null: any CPU). The answer is ``{}``.
+- ``{"do": "build", "name": N, "result": FILE}`` builds a job and saves its result, unless FILE is
+  null. The answer is tolerance and peak_memory_mb or, if the job fails, needs.
+- ``{"do": "time", "name": N}`` makes one call. The answer is the call's process time in seconds.
+- ``{"do": "end"}`` ends the launch. The answer is ``{}``.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def private_step(
     heads: int,
     vocabulary: int,
 ) -> Job:
-    """Return a job of a private step with noise and AdamW; its result has no noise."""
+    """Return a job of a private step with noise and AdamW; its compared result has no noise."""
     x, y = torch.randint(
         0, vocabulary, (2, batch, tokens), generator=torch.Generator().manual_seed(0)
     )
@@ -121,7 +123,7 @@ def private_step(
 
 
 def epsilon_query(accountant: str, phases: int, steps: int) -> Job:
-    """Return a job that computes epsilon at delta 1e-5, of phases with different noise."""
+    """Return a job that computes epsilon at delta 1e-5 over phases with different noise."""
     calls = itertools.count()
 
     def query(shift: float) -> float:
@@ -175,7 +177,7 @@ JOBS: Mapping[str, tuple[Callable[..., Job], Mapping[str, Any]]] = {
 
 
 def build(name: str, result: str | None) -> tuple[Step | None, dict[str, Any]]:
-    """Return a job's call after its warm-up (None if it fails), and columns of its row."""
+    """Warm up a job; return its call (None if the job fails), and columns of its row."""
     function, config = JOBS[name]
     try:
         job = function(**config)

@@ -1,4 +1,4 @@
-"""Counts the work of a call, compares it with the machine's roofs, and profiles it."""
+"""Counts the work of a call, compares it with the roofline model, and profiles it."""
 
 from __future__ import annotations
 
@@ -168,9 +168,9 @@ def place_under_roofs(
     """Return the roofline columns of a row (Williams et al., CACM 52(4), 2009), for one call.
 
     "roof" is the lower roof, "compute" or "memory"; "roof_fraction" is the achieved rate over the
-    rate that the roof allows. "bound" is "memory_capacity" if four fifths of the device's memory
-    are used, else "overhead" if less than half of the roof is reached, else "balanced" if the
-    roofs are within a quarter of each other, else "compute_bound" or "memory_bandwidth".
+    rate that the roof allows. "bound" is the first that applies: "memory_capacity" (four fifths of
+    the device's memory are used), "overhead" (less than half of the roof is reached), "balanced"
+    (the roofs are within a quarter of each other), "compute_bound" or "memory_bandwidth".
     """
     compute = work.flops / roofs.rate(dtype)
     memory = work.moved_bytes / roofs.bandwidth

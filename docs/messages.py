@@ -187,7 +187,7 @@ def _returns(function: ast.FunctionDef) -> str:
 def parts_of(message: str) -> tuple[str, str, str]:
     """Split "what: why; remedy" or "what: remedy" into first words, cause and remedy.
 
-    Users search for the first words. If "what" differs between cases, the cause has them.
+    Users search for the first words. If "what" is only a value, the next part joins them.
     """
     text = re.sub(f"{GAP}+", GAP, " ".join(message.split()))
     found = re.fullmatch(r"(.*?)(?:: (.*?))?(?:(?:; |\. )(.*))?", text)

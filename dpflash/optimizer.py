@@ -282,9 +282,9 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         self._step.public.refuse_inside("optimizer.step()")
         if self._is_closed:
             raise RuntimeError(
-                "the model of this optimizer was detached, so it releases nothing more: its noise "
-                "would be the same as that of the engine's next model. Use the optimizer that the "
-                "last make_private returned"
+                "the model of this optimizer was detached, so it releases nothing more: it would "
+                "repeat the noise of the engine's next model. Use the optimizer that the last "
+                "make_private returned"
             )
         result = None
         if closure is not None:
@@ -428,8 +428,8 @@ def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter
         )
     if not all(hasattr(optimizer, name) for name in _OF_OPTIMIZERS):
         raise ValueError(
-            f"optimizer={type(optimizer).__name__}: its __init__ does not call that of "
-            "torch.optim.Optimizer, which creates hooks and groups. Call super().__init__("
+            f"optimizer={type(optimizer).__name__}: its __init__ does not call "
+            "torch.optim.Optimizer.__init__, which makes hooks and groups. Call super().__init__("
             "base.param_groups, base.defaults) there, where base is the optimizer that it wraps, "
             "or pass base"
         )

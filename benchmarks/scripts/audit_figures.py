@@ -2,9 +2,9 @@
 
     python benchmarks/scripts/audit_figures.py --out benchmarks/results/audit.json
 
-`--part bounds` measures bounds of honest runs at delta 1e-5 and epsilon 1, 2, 4 and 8: 100,000
-scores without subsampling (1,000 canaries, 100 releases), and 4,000 and a million canaries over
-256 releases with Poisson sampling at rate 1/8. Seconds are CPU time of one thread.
+`--part bounds` measures bounds of honest runs at delta 1e-5 and epsilon 1, 2, 4 and 8. Without
+subsampling, there are 100,000 scores (1,000 canaries, 100 releases). With Poisson sampling at rate
+1/8, there are 256 releases, and 4,000 or a million canaries. Seconds are CPU time of one thread.
 `--part power` runs every seeded bug of `tests/dpflash/audit/seeded_bugs.py` 20 times and an honest
 audit 100 times; `--part ranks` runs the bugs of two ranks 20 times. `--bug NAME` measures only the
 rows of one bug again; NAME is "none" for honest audits.
@@ -96,7 +96,7 @@ def bounds() -> list[dict[str, Any]]:
 
 
 def power(bug_runs: int, honest_runs: int, only: list[str] | None) -> list[dict[str, Any]]:
-    """Count the audits on one process that refute the claim, for each bug and without bugs."""
+    """Count the failed audits of one process, for each bug and without bugs."""
     sys.path.insert(0, str(BUGS))
     import seeded_bugs
 
@@ -122,7 +122,7 @@ def power(bug_runs: int, honest_runs: int, only: list[str] | None) -> list[dict[
 
 
 def ranks(bug_runs: int) -> list[dict[str, Any]]:
-    """Count the probes of two ranks that refute the claim, for each bug and without bugs."""
+    """Count the failed probes of two ranks, for each bug and without bugs."""
     sys.path.insert(0, str(BUGS))
     os.environ["PYTHONPATH"] = str(BUGS)
     import seeded_bugs

@@ -1,9 +1,8 @@
-"""Measures the cost of a private step's comparisons and of its isolation tests (trials).
+"""Measures the time of a private step's comparisons and of its isolation tests (trials).
 
-After the trials of the first batches, ordinary steps are timed, and within them seeding and the
-comparisons of batches, weights and options. The time of a step with trials is
-divided by the time of a step without trials. All logical batches have the same size. Times are CPU
-times of the thread.
+The first batches run trials. The steps after them are timed, as a whole and in parts: seeding, and
+the comparisons of batches, weights and options. The time of a step with trials is divided by the
+time of a step without trials. Logical batches have equal sizes. Times are the thread's CPU times.
 
     python benchmarks/scripts/comparison_time.py --json benchmarks/results/DEVICE/comparisons.json
 """
@@ -87,7 +86,7 @@ FIRST, RELEASES = 2, 40
 
 
 def measured(make: Callable[[], nn.Module], batch: int, tokens: int, steps: int) -> dict[str, Any]:
-    """Return the milliseconds of a step, and the fraction that each comparison takes of it."""
+    """Return the milliseconds of a step, and the fraction of them that each comparison takes."""
     engine, model, optimizer, loader = private(make, batch, tokens)
     batches = endless(loader)
     spent: dict[str, float] = {}

@@ -77,7 +77,7 @@ class Mix(nn.Module):
 
 
 class Net(nn.Module):
-    """Returns (hidden values, logits) of vectors, of padded texts (means) or of packed tokens."""
+    """Returns (hidden values, logits): per vector, per packed token, or per text (token mean)."""
 
     def __init__(self, layout, kind, a):
         super().__init__()
@@ -156,7 +156,7 @@ class Run:
     """A training run of one of `CASES`.
 
     Args:
-        change: the change of the last unit's entry; "none" for a unit that contributes nothing.
+        change: "large" makes the last unit's entry large; "none" removes its contribution.
         mutes: whether the final loss of the last unit is multiplied by 0.
         whole: whether there is a single logical batch with all units, and no isolation test.
     """

@@ -1,4 +1,4 @@
-"""Times this GPU's roofs, each kernel alone, attention, and private steps.
+"""Times this GPU's memory and products, each kernel alone, attention, and private steps.
 
     python benchmarks/scripts/gpu_time.py attention --json runs/gpu-time.json
 
@@ -185,7 +185,7 @@ def same_bits_alone(call: Product, x: Tensor, dy: Tensor) -> bool:
 
 
 def eager_and_graph(call: Step) -> dict[str, float]:
-    """Return the milliseconds of one of REPEATS calls, launched by the host and by a CUDA graph.
+    """Return the milliseconds per call, for REPEATS calls, eager and in a CUDA graph.
 
     Caches are not flushed between calls, so data that fits into the last-level cache stays there.
     """
@@ -392,7 +392,7 @@ def training(
 
 
 def over(row: Row, first: Row) -> Row:
-    """Return time and memory divided by those of `first`; a dry run measures no memory."""
+    """Return time and memory relative to the row `first`; a dry run measures no memory."""
     memory = row["peak_gib"] / (first["peak_gib"] or math.nan)
     return {"over_plain": row["ms"] / first["ms"], "memory_over_plain": memory}
 
@@ -407,7 +407,7 @@ def time_training(
     adapted: bool,
     effort: Effort,
 ) -> Row:
-    """Return median times until a step has ended and until the host has queued it; peak memory."""
+    """Return the median time of a step, the host's time to queue it, and the peak memory."""
     vocabulary, heads = size(32000), max(1, width // 128)
     x, y = torch.randint(0, vocabulary, (2, batch, tokens), device=DEVICE)
 

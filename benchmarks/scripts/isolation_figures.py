@@ -2,15 +2,18 @@
 
     python benchmarks/scripts/isolation_figures.py --out benchmarks/results/isolation.json
 
-`power` has runs with the couplings of `couplings.py` at strengths a from 0 (honest) to 1.
-`refused` counts the runs that ended before the fourth release, and `verified` the other runs whose
-`engine.verified` is True at the end. `total` is the distance between the clipped sums of a logical
-batch with one unit and without its contribution, divided by the bound C (the largest value for two
-entries and two bounds). `others` is the same distance for the sum of the other units only; a unit
-with a gradient in that direction moves the whole sum by 1 + `others`. Both are null if a trainer
-refuses the run even without trials. `unseen` has rows with `total` or 1 + `others` above 1.001 and
-a run that was not refused. `honest` has the runs of `tests/end_to_end/test_honest_runs.py`, and
-`ranks` has some of these runs on two processes; `--seed N` repeats one run.
+`power` has a row for each coupling of `couplings.py` and each strength a from 0 (honest) to 1:
+
+- `refused`: the number of runs that ended before the fourth release
+- `verified`: the number of other runs whose `engine.verified` is True at the end
+- `total`: the distance between the clipped sums of a logical batch with one unit and without its
+  contribution, divided by the bound C (the largest value for two entries and two bounds)
+- `others`: the same distance for the sum of the other units. If a unit's gradient has the same
+  direction, the unit moves the whole sum by 1 + `others`.
+
+Both are null if a trainer refuses even without trials. `unseen` has rows with `total` or
+1 + `others` above 1.001 and a run that was not refused. `honest` has the runs of
+`tests/end_to_end/test_honest_runs.py`, `ranks` some on two processes; `--seed N` repeats one run.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def two_hosts() -> Iterator[list[int]]:
 
 
 def carry(ends: list[int], path: str) -> None:
-    """Carry packets both ways; the delay at a packet's arrival applies to the packet."""
+    """Carry packets both ways; each packet has the delay that is set when it arrives."""
     delay = Delay(path)
     late: dict[int, collections.deque[tuple[float, bytes]]]
     late = {end: collections.deque() for end in ends}

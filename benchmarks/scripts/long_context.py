@@ -1,20 +1,18 @@
 """When does private training on long contexts pay? Compares quality at equal epsilon.
 
-"recall": at the end of a document of 32,768 tokens, one earlier token must be recalled, at a
-log-uniform distance. The model was trained on public documents of up to 8,192 tokens. Its
-attention and a new head are then trained privately, on the last T tokens of each document, to
-answer by a different code (`private_code`).
+- "recall": at the end of a document of 32,768 tokens, a model recalls one earlier token, at a
+  log-uniform distance. The model was trained on public documents of up to 8,192 tokens. Its
+  attention and a new head are then trained privately, on the last T tokens of each document, to
+  answer by a different code (`private_code`).
+- "source": `dpflash train` trains a byte-level model from scratch on Python files of this machine.
+  It trains on one window of each file, on whole packed files, or with folders as units.
+- "public": accuracy of the recall models before private training.
+- "speed": time of private steps of the recall models, which take turns.
+- "draw": a picture of all rows, in the file's folder.
 
-"source": a byte-level model trained from scratch by `dpflash train` on Python files of this
-machine: on one window of each file, on whole packed files, and with folders as units.
+A row is appended after each run; runs whose rows are in the file are skipped.
 
     python benchmarks/scripts/long_context.py recall --rows ROWS.jsonl
-
-"public": accuracy of the recall models before private training. "speed": time of private steps of
-these models, which take turns.
-
-A row is appended after each run; runs whose rows are in the file are skipped. "draw" draws all
-rows into a picture in the file's folder.
 """
 
 from __future__ import annotations
@@ -109,7 +107,7 @@ def attention_of(pattern: str, tokens: int) -> Pattern:
 
 
 class Recall(Dataset[tuple[Tensor, Tensor]]):
-    """Documents of random tokens, one of which is a value; the target is the value's code.
+    """Documents of random tokens with one value token; the target is the value's code.
 
     An item is the last `tokens` of the `length` tokens of a document. The document depends only on
     key (below 2^11) and index (below 2^21).
@@ -192,7 +190,7 @@ def private_code(seed: int) -> Tensor:
 def private_steps(
     tokens: int, pattern: Pattern, noise: float, seed: int, weights: dict[str, Tensor]
 ) -> tuple[LongContextLM, Iterator[int], dpflash.PrivacyEngine]:
-    """Return (model, iterator that makes a step and yields its number of rows, engine)."""
+    """Return (model, iterator, engine). Each iteration makes a step and yields its rows."""
     data = Recall(seed, DOCUMENTS, LENGTH, tokens, private_code(seed))
     model = recall_model(pattern)
     model.load_state_dict(weights)

@@ -3,10 +3,9 @@
     python benchmarks/scripts/opacus_tests.py --out benchmarks/results/opacus-tests.json
 
 The script changes two things in the tests: their training loop, which now counts releases, and the
-arguments of `make_private`. `REASONS` explains failures by regular expressions that
-match
-their errors. A failure without a reason is listed under "unexplained", and the exit status is then
-1. Hypothesis makes only two random examples. The classes "...HooksTest" are left out: they repeat
+arguments of `make_private`. `REASONS` explains failures by regular expressions that match their
+errors. A failure without a reason is listed under "unexplained", and the exit status is then 1.
+Hypothesis makes only two random examples. The classes "...HooksTest" are left out: they repeat
 other tests with `wrap_model=False`, which has no meaning in dpflash. torchvision is not needed:
 its random images are made here, and tests of its models count as failed.
 """

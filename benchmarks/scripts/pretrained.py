@@ -212,7 +212,7 @@ class Setting(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The inputs of a method's training; steps sample `batch` of `units` units on average."""
+    """The inputs of one training run; each step samples `batch` of `units` units on average."""
 
     setting: Setting
     private: Texts
@@ -499,7 +499,7 @@ def urgency(setting: Setting) -> tuple[bool, bool, int, int]:
 
 
 def gathered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each setting with all seeds: chosen values, and figures of each seed."""
+    """Return a row for each setting that ran all seeds: chosen values, and each seed's figures."""
     rows = []
     for setting in settings():
         own = [x for x in lines if Setting(*(x[name] for name in Setting._fields)) == setting]

@@ -3,8 +3,8 @@ r"""Measures peak memory of plain and private training steps, on one rank and co
 - The longest sequence for which two steps add at most 256 MiB per rank, for the model of
   longest.py with a sliding window.
 - The memory that a step on one sample adds to a rank, for many weights (W) on P ranks. A private
-  step should need 4 W / P bytes more than a plain step, plus sent data (25 MiB or a larger
-  weight).
+  step should need 4 W / P bytes more than a plain step, plus the data sent at a time (25 MiB, or
+  one larger weight).
 - The memory that dense causal ring attention, forward and backward, adds to a rank.
 
 By default glibc keeps freed blocks of up to 32 MiB, so that a peak depends on the order of

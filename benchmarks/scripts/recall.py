@@ -1,10 +1,10 @@
 r"""Trains a small LongNet privately on documents of 1,048,576 tokens to recall a value.
 
 A document has random tokens. In its first half, three of four tokens are the document's value, a
-token of VALUES. In its last quarter, each token that the long branch keeps is a question, whose
+token of VALUES. In its last quarter, the tokens that the long branch keeps are questions; the
 answer is the value. A quarter of the document or more lies between a question and the nearest
-value, so only the long branch connects the two. A second model, whose long branch has segments of
-an eighth of the document, must stay at chance.
+value, so only the long branch connects the two. A second model must stay at chance, since its long
+branch has segments of an eighth of the document.
 
 The embedding is random and not trained; the rest of the model is trained. No held-out document is
 used for training. Some microbatches are padding, which hides how many documents a batch has.
@@ -61,7 +61,7 @@ class Recall(Dataset[tuple[Tensor, Tensor]]):
 
 
 def model_of(tokens: int, reach: int) -> dpflash.nn.LongContextLM:
-    """Return a model of one layer: a head with the long branch, a head with segments of KEPT."""
+    """Return a model of one layer: one head with the long branch, one with KEPT-token segments."""
     model = dpflash.nn.LongContextLM(
         QUESTION + 1,
         WIDTH,

@@ -116,7 +116,7 @@ def agree(
 
     Raises:
         PrivateRefusal: on all ranks, if a rank refuses. The text is this rank's `refusal`, or else
-            that of the first rank that refuses.
+            the `refusal` of the first rank that has one.
         ValueError: on all ranks, if a value differs (the message lists the value of each rank), or
             if a rank checks another operation.
     """
@@ -191,7 +191,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, operation: str) -> Tensor:
 def all_reduce_(
     x: Tensor, group: ProcessGroup, operation: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Sum a contiguous x over the ranks in place, or reduce it by `op`; bits are equal on all."""
+    """Sum a contiguous x over the ranks in place, or reduce it by `op`; all get equal bits."""
     with exchanging(operation, group):
         dist.all_reduce(x, op=op, group=group)
     return x
@@ -211,7 +211,7 @@ def all_reduce_all_(tensors: Sequence[Tensor], group: ProcessGroup | None) -> No
 
 
 def bundles(tensors: Sequence[Tensor], lengths: Sequence[int] = ()) -> Iterator[list[int]]:
-    """Yield lists of indices of tensors to send together: of one dtype, about 25 MiB each.
+    """Yield lists of indices of tensors to send together: one dtype and about 25 MiB per list.
 
     Args:
         tensors: the tensors; all ranks must pass the same dtypes.

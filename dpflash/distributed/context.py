@@ -173,7 +173,7 @@ class ContextParallel:
     def of(
         cls, mesh: DeviceMesh, mode: str = "auto", sharding: str | None = None
     ) -> ContextParallel:
-        """Use the dimension "context" of a mesh, or a one-dimensional mesh without names.
+        """Return the context of a mesh: its dimension "context", or its only, unnamed dimension.
 
         A sharding of None means "contiguous".
         """
@@ -222,8 +222,8 @@ class ContextParallel:
         rows = gather_rows([digest(content)], self.group, "comparison of the tokens")
         if len({row[0] for row in rows}) == 1:
             warn(
-                "all ranks of the context have the same tokens, but the tokens count as parts "
-                "of one longer sequence: shard inputs and targets, x = "
+                "all ranks of the context have the same tokens, which are processed as different "
+                "parts of one longer sequence: shard inputs and targets, x = "
                 "model.context_parallel.shard(x)",
                 PrivateWarning,
             )
@@ -301,7 +301,7 @@ def context_parallel(
 ) -> _Model:
     """Make a model process this rank's tokens of each sequence instead of whole sequences.
 
-    Attention then includes the tokens of other ranks, and positions are those in the whole
+    Attention then includes the tokens of other ranks, and positions count over the whole
     sequence. All other modules work on single tokens and do not change.
 
     Args:
@@ -398,8 +398,8 @@ def _group_of(mesh: object) -> ProcessGroup | None:
     if names is None and mesh.ndim == 1:
         return mesh.get_group(0)
     raise ValueError(
-        f"mesh has dimensions {names or mesh.ndim}: expected one named 'context' or 'cp', of the "
-        "ranks that share a sequence; pass mesh_dim_names=('data', 'context') to init_device_mesh"
+        f"mesh has dimensions {names or mesh.ndim}: expected one named 'context' or 'cp', with "
+        "the ranks of a sequence; pass mesh_dim_names=('data', 'context') to init_device_mesh"
     )
 
 

@@ -104,7 +104,7 @@ def send_and_receive(
 ) -> PendingExchange:
     """Start to send contiguous tensors to rank `to`, and to receive buffers from rank `source`.
 
-    If `send` is None or has empty tensors, nothing is sent; rank `to` must pass no buffers.
+    If `send` is None or has empty tensors, nothing is sent; rank `to` must then pass no buffers.
     """
     operations = []
     for x in send or ():

@@ -61,7 +61,7 @@ class ShardedPattern:
 
 
 class Piece(NamedTuple):
-    """A slice of queries, a slice of keys, and the tile graph between them."""
+    """A slice of queries, a slice of keys, and the attended pairs between them (a tile graph)."""
 
     queries: slice  # of one shard
     keys: slice  # of the other shard
@@ -158,7 +158,7 @@ def packed_like(x: Tensor, needed: NeededRows) -> Tensor:
 
 
 def unpack(packed: Tensor, heads: int, tokens: int, needed: NeededRows) -> Tensor:
-    """Return a shard `[B, G, S, D]` of the packed rows and 0 elsewhere; may return `packed`."""
+    """Return a shard `[B, G, S, D]` with the packed rows, 0 in others; may return `packed`."""
     if needed.count == heads * tokens and needed.tokens is not None:
         return packed
     batch, dim = packed.shape[0], packed.shape[-1]
@@ -203,7 +203,7 @@ def _seen_keys(sharded: ShardedPattern, rank: int) -> Tensor:
 
 
 def _of_shard(seen: Tensor, sharded: ShardedPattern, rank: int) -> Tensor:
-    """Return the columns of `seen`, `[G, T]`, at a rank's tokens, `[G, S]`, in local order."""
+    """Select a rank's tokens, in local order, from `seen` `[G, T]`; return `[G, S]`."""
     with real_cpu_tensors():
         shard = seen.new_zeros((len(seen), sharded.tokens(rank)))
         for start, length, local in sharded.chunks(rank):
@@ -255,7 +255,7 @@ def _static_pieces(
 
 
 def _of_heads(graph: TileGraph, part: ShardedPattern) -> TileGraph:
-    """Restrict a graph of all heads to the heads of `part`; the result uses the same tables."""
+    """Restrict a graph of all heads to the heads of `part`, without a copy of its tables."""
     heads = slice(part.first_head, part.first_head + part.num_heads)
     rows, cols = graph.row_variants[..., heads], graph.col_variants[..., heads]
     return replace(graph, row_variants=rows, col_variants=cols, plans={})

@@ -30,7 +30,7 @@ class Ranks:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> Ranks:
-        """Return the groups of a mesh of all ranks with dimensions in `OF_DATA`, `OF_CONTEXT`."""
+        """Return the groups of a mesh of all ranks; its dimensions are in OF_DATA, OF_CONTEXT."""
         if mesh is None:
             return cls()
         if not isinstance(mesh, DeviceMesh):
@@ -42,9 +42,9 @@ class Ranks:
         if not names or set(names) - {*OF_DATA, *OF_CONTEXT} or set(OF_CONTEXT) <= set(names):
             found = f"dimensions {names}" if names else "no dimension names"
             raise ValueError(
-                f"mesh has {found}: expected 'data' (ranks with other samples), 'context' (ranks "
-                "with other tokens of the same samples) or both, or torchtitan's names "
-                "'dp_replicate' and 'dp_shard' (other samples) and 'cp' (a context); pass "
+                f"mesh has {found}: expected 'data' (ranks with different samples), 'context' "
+                "(ranks with different tokens of the same samples) or both (torchtitan's names: "
+                "'dp_replicate' and 'dp_shard' for data, 'cp' for context); pass "
                 "mesh_dim_names=('data', 'context') to init_device_mesh"
             )
         if mesh.size() != dist.get_world_size():
@@ -80,9 +80,9 @@ class Ranks:
         return collectives.rank_in(self.everyone) == 0
 
     def data_may_carry(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether an exchange of tensors over `data` can send what `agree` would send.
+        """Return whether an exchange of tensors over `data` can send the values of `agree` too.
 
-        This is the case if `data` holds all ranks, and `agree` sends from the same device.
+        It can if `data` holds all ranks, and `agree` sends from the device of the tensors.
         """
         if self.everyone is None or self.data is None or not tensors:
             return False
@@ -112,9 +112,9 @@ class Ranks:
         Args:
             operation: the name of the exchange in messages.
             action: a function without collectives; its result is sent to all ranks.
-            carry: an exchange that is due anyway. It gets whether rank 0 failed, and returns on
-                all ranks whether rank 0 failed; if not, nothing else is sent. Only for an action
-                that returns b"".
+            carry: lets an exchange that is due anyway send whether rank 0 failed. It gets whether
+                this rank failed, and returns on all ranks whether rank 0 failed. If rank 0 did not
+                fail, nothing else is sent, so the action must return b"".
         """
         if self.everyone is None:
             return action()

@@ -1,7 +1,7 @@
 """Context parallelism for causal language models of transformers.
 
 A hook on the model's forward passes the positions of this rank's tokens in the whole sequence. An
-implementation in transformers' attention interface reaches the tokens of other ranks.
+attention function, registered with transformers, attends to the tokens of all ranks.
 
 Shapes: B samples, H heads, T tokens, T_p tokens of rank p, D head dim.
 """
@@ -186,7 +186,7 @@ def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Te
         if not fits:
             raise ValueError(
                 f"{name} of shape {tuple(shape)} with context_parallel: expected "
-                f"{list(tokens.shape)}, that of input_ids; pass "
+                f"{list(tokens.shape)}, the shape of input_ids; pass "
                 f"model.context_parallel.shard({name})"
             )
     return tensors
@@ -207,7 +207,7 @@ def _require_embedded(module: Any, length: int) -> None:
     wpe = getattr(module.base_model, "wpe", None)
     if wpe is not None and length > wpe.num_embeddings:
         raise PrivateRefusal(
-            "input_ids have, over all ranks together, more positions than "
+            "input_ids of all ranks have more positions together than "
             f"n_positions={wpe.num_embeddings}; shorten the sequence before "
             "model.context_parallel.shard",
             length=length,
@@ -215,14 +215,14 @@ def _require_embedded(module: Any, length: int) -> None:
 
 
 def _documents(positions: Tensor, rows: int) -> Documents | None:
-    """Return the documents in rows of positions `[B, T]` or `[1, T]`; None if none restarts."""
+    """Return the documents, which begin where positions `[B, T]` or `[1, T]` restart, or None."""
     starts, restarts = positions.diff(dim=1) != 1, positions == positions.min()
     if not starts.any():
         return None
     if not (restarts[:, 0].all() and torch.equal(starts, restarts[:, 1:])):
         raise PrivateRefusal(
             "position_ids with context_parallel: expected consecutive positions that restart at "
-            "the same value in each document; pass those of model.context_parallel.shard(batch)"
+            "the same value in each document; pass those that model.context_parallel.shard returns"
         ) from None
     borders = restarts.expand(rows, -1).flatten().nonzero()[:, 0].tolist()
     return Documents(cu_seqlens=[*borders, rows * positions.shape[1]], causal=True)

@@ -1,8 +1,8 @@
 """Slices: which elements of each parameter's sum a rank owns, and how ranks exchange them.
 
-The owner of an element adds it up over the ranks and adds its noise. Each rank sends to the other
-ranks the elements that they own, adds up the elements that it receives in a fixed order, and draws
-noise for its own elements only. The noisy elements are then sent to all ranks that need them.
+Each element has one owner: the rank that sums it over all ranks and adds noise to the sum. A rank
+sends its part of each element to the owner. It adds up the parts that it receives in a fixed order
+and draws noise for its own elements only. Noisy elements then go to all ranks that need them.
 
 Letters: P ranks of a group, B samples, n elements of a parameter.
 """
@@ -23,9 +23,9 @@ from .mesh import Ranks
 class Slices:
     """Divides the elements of each parameter over the ranks.
 
-    The ranks of a context divide a parameter's elements into slices, and the ranks with other
-    samples divide each of these slices again. If a parameter is sharded over one of these groups,
-    the group's slices are the rows that its ranks hold.
+    The ranks of a context divide a parameter's elements into slices. The ranks with other samples
+    divide each slice again. If a parameter is sharded over a group, the group's slices are the
+    rows that its ranks hold.
     """
 
     def __init__(self, ranks: Ranks):
@@ -51,7 +51,7 @@ class Slices:
         return self.of_context(parameter)[rank_in(self.ranks.context)]
 
     def owned(self, parameter: nn.Parameter) -> slice:
-        """Return the elements whose sums over all ranks this rank adds up and adds noise to."""
+        """Return the elements that this rank owns: it sums them over all ranks and adds noise."""
         held = self.held(parameter)
         if self.is_scattered(parameter):
             return held
@@ -61,7 +61,7 @@ class Slices:
     def scattered(
         self, totals: Mapping[nn.Parameter, Tensor], names: Sequence[object]
     ) -> dict[nn.Parameter, Tensor]:
-        """Reduce the whole sums of scattered parameters to this rank's rows of the sums."""
+        """Sum scattered parameters over the ranks; return this rank's rows of each sum."""
         cuts = [self._rows(p) for p in totals]
         values = [total.reshape(1, -1) for total in totals.values()]
         assert self.ranks.data is not None
@@ -69,7 +69,7 @@ class Slices:
         return dict(zip(totals, (x.flatten() for x in rows), strict=True))
 
     def bundled(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Yield bundles of parameters whose sums are sent together, equal on all ranks."""
+        """Yield parameters in bundles, equal on all ranks, whose sums are sent together."""
         for bundle in bundles(parameters, [2 * p.numel() for p in parameters]):
             yield [parameters[i] for i in bundle]
 
@@ -78,7 +78,7 @@ class Slices:
     ) -> dict[nn.Parameter, Tensor]:
         """Add the sums `[n]` of ranks with other samples; return the elements that this rank owns.
 
-        The result has the sums' common dtype. If nothing is sent, it is the given sums.
+        The result has the sums' common dtype. If nothing is sent, the given sums are returned.
         """
         data = self.ranks.data
         own, rest = dict[nn.Parameter, Tensor](), dict[nn.Parameter, Tensor]()
@@ -114,7 +114,7 @@ _SUMS = "sum of the clipped gradients over all samples"
 
 
 def shares(elements: int, group: ProcessGroup | None, unit: int = 1) -> list[slice]:
-    """Divide elements over ranks: equal runs of a multiple of `unit`; the last are shorter."""
+    """Return each rank's range of elements: equal multiples of `unit`; the last are shorter."""
     count = world_size(group)
     size = -(-elements // (unit * count)) * unit
     return [slice(min(r * size, elements), min((r + 1) * size, elements)) for r in range(count)]
@@ -135,7 +135,7 @@ def reduce_to_owners(
         values: tensors `[B, n]`, all of one dtype.
         cuts: for each tensor, the columns of each rank.
         group: the ranks; all of them call this function.
-        names: the tensors' names, which ranks compare; None if they have compared them before.
+        names: the tensors' names, to compare over the ranks; None if they were compared before.
         operation: the name of the exchange in messages.
 
     Returns:

@@ -93,7 +93,7 @@ class HeadExchange:
 
 
 class _ToHeads(torch.autograd.Function):
-    """`HeadExchange.to_heads` for q, k and v; each rank sends gradients, zeros if needed."""
+    """`HeadExchange.to_heads` for q, k and v; a rank sends zeros for missing gradients."""
 
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, *qkv: Tensor) -> tuple[Tensor, ...]:
@@ -109,7 +109,7 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """`HeadExchange.to_tokens` for o and lse; each rank sends gradients, zeros if needed."""
+    """`HeadExchange.to_tokens` for o and lse; a rank sends zeros for missing gradients."""
 
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, *o_lse: Tensor) -> tuple[Tensor, ...]:

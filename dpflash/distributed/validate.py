@@ -161,8 +161,8 @@ def require_same_data(digests: list[str], ranks: Ranks) -> None:
             raise ValueError(
                 "data_loader.dataset differs between ranks: expected the same entries in the same "
                 "order on all of them, because the loader divides each logical batch over the "
-                "ranks. Do not split the dataset yourself, shuffle it with the same seed on all "
-                "ranks, and sort lists of files (glob, os.listdir) and sets"
+                "ranks. Sort lists of files (glob, os.listdir) and sets, shuffle with the same "
+                "seed on all ranks, and do not split the dataset yourself"
             )
 
 

@@ -8,8 +8,8 @@ so a replay cannot repeat them.
 
     model(x):          copy x to the tensor that the graph reads; replay the forward
     losses:            the loop's own operations
-    backward:          copy the outputs' gradient and the mask of real rows; check the clipping
-                       gate; replay the backward; add the sums to the logical batch
+    backward:          copy the outputs' gradient and the mask of rows that are no padding; run
+                       the checks; replay the backward; add the sums to the logical batch
     optimizer.step():  as usual
 
 Calls that cannot be captured run layer by layer, and `engine.optimization` reports the reason.
@@ -507,7 +507,7 @@ class _Seen(TorchDispatchMode):
         return made is not None and not made.expired()
 
     def refusal(self) -> str | None:
-        """Return why the forward cannot be captured, or None. Delete outputs before the call."""
+        """Return why the forward cannot be captured, or None. First delete its outputs."""
         gc.collect()
         if self._refusal is None and not all(made.expired() for made in self._made.values()):
             return "its forward keeps tensors that it does not return, on the model or in a list"
@@ -576,14 +576,14 @@ class _Rows(RealRows):
 
 
 class _Captured:
-    """Replaces the logical batch during a capture. Graphs add clipped sums to its `sums`."""
+    """Replaces the logical batch in a capture: graphs add clipped sums to its own `sums`."""
 
     def __init__(self, sums: ClippedSums):
         self.sums = sums
         self.rows = _Rows()
 
     def before_gate(self) -> None:
-        """Do nothing: the gate of each replay calls `before_gate` of the logical batch."""
+        """Do nothing: each replay's clipping gate calls `before_gate` of the logical batch."""
 
     def begin_trial(self) -> None:
         """Do nothing, since isolation tests (trials) are not captured."""

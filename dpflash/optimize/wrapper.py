@@ -161,7 +161,7 @@ class ForwardWrapper:
 
     @contextlib.contextmanager
     def _refusing_private(self) -> Iterator[None]:
-        """Context in which calls of single layers with rows of the private loader raise."""
+        """Context that refuses calls of single layers on samples of the private loader."""
 
         def refuse(module: nn.Module, args: Any, kwargs: Any) -> None:
             # A tensor with a grad_fn was computed by a layer, so its rows are not the loader's.
@@ -245,7 +245,7 @@ class ForwardWrapper:
         return self._captured.outputs(setting, (args, kwargs), run, self._keeping_state)
 
     def _tried(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
-        """Run a forward that is recorded for a trial, or compared with the recorded forward."""
+        """Run a forward that an isolation test records, or compares with the recorded forward."""
         backward, recording = self._backward, self._backward.recording
         if recording is not None and (not recording.has_rows or recording.had_backward):
             return self._called(module, tensors, args, kwargs)
@@ -303,10 +303,10 @@ class ForwardWrapper:
             )
 
     def _proven(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
-        """Run forwards whose rows are compared, and then the forward itself.
+        """Run the forwards of the isolation test, and then the forward of the loop's own call.
 
-        The forward itself runs last, from the state at the beginning of the call, so that hooks
-        and objects hold the results of this forward.
+        The loop's forward runs last, from the state at the beginning of the call, so that hooks
+        and objects hold its results.
         """
         with self._keeping_state() as before, self._backward.forward.aside():
             run = functools.partial(self._repeated, module, before)
@@ -443,7 +443,7 @@ class ForwardWrapper:
         return self._eagerly(module, dtype, args, kwargs)
 
     def _batch_size(self, tensors: list[Tensor]) -> int:
-        """Return the loader's number of rows if a tensor has as many, else the first tensor's."""
+        """Return the loader's number of rows if a tensor has it, else the first tensor's."""
         drawn = self._backward.forward.batch_hint
         first = [t.shape[0] for t in tensors]
         return drawn if drawn in first else next(iter(first), 0)
@@ -455,7 +455,7 @@ class ForwardWrapper:
         return self._batch_size(tensors) if size is None else size
 
     def _autocast_dtype(self) -> torch.dtype | None:
-        """Return the dtype of autocast: that of the user's region, if any, or of the level."""
+        """Return the dtype of the user's autocast region, or else of the level's autocast."""
         if torch.is_autocast_enabled(self._device):
             return torch.get_autocast_dtype(self._device)
         return torch.bfloat16 if self._optimization.autocast else None
@@ -590,9 +590,9 @@ def _noting_outputs(rows: ForwardRows) -> Iterator[None]:
 
 def _dropped(packed: None) -> Tensor:
     raise RuntimeError(
-        "the losses use outputs of a forward that only tested the first batches. It ran in the "
-        "same call of the model, and a list that a hook fills keeps them too. Overwrite kept "
-        "outputs, clear the list when the model's forward begins, or return what losses need"
+        "the losses use outputs of a forward that only tested the first batches: a call of the "
+        "model also runs such tests, and a list that a hook fills keeps their outputs. Clear the "
+        "list when the forward begins, overwrite kept outputs, or return what the losses need"
     )
 
 
@@ -626,7 +626,7 @@ def _class_with(original: type[nn.Module], methods: dict[str, Any]) -> type[nn.M
 
 
 def _guards(original: type[nn.Module], wrapper: ForwardWrapper, prefix: str) -> dict[str, Any]:
-    """Return methods that check the model's state before a save or copy, or accept a load."""
+    """Return methods that check the model's state in a save or copy, and accept a loaded state."""
     unchanged = wrapper.unchanged
     if unchanged is None:
         return {}

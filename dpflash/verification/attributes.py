@@ -2,8 +2,8 @@
 
 Parameters, buffers and child modules are left out. Contents of Python's containers and of
 `SimpleNamespace` are compared; other objects count as unchanged. Hooks of forwards and backwards
-are restored, and so is the attribute in which a model records that it has hooks. Hooks of state
-dicts are not restored: FSDP2 adds them in its first forward, and records that elsewhere.
+are restored, with the attribute by which a model records that it has hooks. Hooks of state dicts
+are not restored, since FSDP2 adds them in its first forward only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HOLD_NO_DATA = (bool, NoneType, nn.Module, torch.dtype, torch.device)
 
 
 def identity(value: Any, above: tuple[int, ...] = ()) -> Any:
-    """Return a key that is equal for containers of the same objects; else the id."""
+    """Return a key that is equal for containers of the same objects; for other values, the id."""
     kind = type(value)
     if id(value) in above:
         return above.index(id(value))
@@ -133,7 +133,7 @@ class OwnAttributes:
         self._set(self._held)
 
     def restore_copies(self) -> None:
-        """Set copies of the saved attributes on the modules; the saved ones stay unchanged."""
+        """Set copies of the saved attributes on the modules; the originals stay unchanged."""
         self._set(self._copies_of(self._copies))
 
     def differing(self, other: OwnAttributes) -> list[str]:

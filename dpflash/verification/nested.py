@@ -61,10 +61,9 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 def map_leaves(change: Callable[[Any], Any], value: Any, *, kinds: tuple[type, ...]) -> Any:
     """Return a copy of a batch with `change` applied to all values of these types.
 
-    Containers keep their classes; attributes that hold a changed value are changed too. The copy
-    shares all other objects with `value`. It also shares containers in which nothing changes,
-    except containers whose classes pytrees know. A container is left unchanged if its copy would
-    share the container's contents.
+    Containers keep their classes; attributes that hold a changed value are changed too. All other
+    objects are shared with `value`, also containers in which nothing changes, unless pytrees know
+    their classes. If a copy of a container would share its contents, it is left unchanged.
     """
     if isinstance(value, kinds):
         return change(value)

@@ -31,7 +31,7 @@ def hook_of_optimizer(name: str, module: nn.Module) -> str | None:
 
 
 def _owner(hook: Callable[..., Any]) -> Any:
-    """Return the object of which the hook is a method, or whose method created it; else None."""
+    """Return the object whose method is the hook or created the hook; None if there is none."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     cells = getattr(hook, "__closure__", None) or ()

@@ -1,7 +1,7 @@
 """Rewritten: finds trained parameters whose contents a forward changes.
 
-An optimizer or a loop may change parameters between forwards. A forward that writes into them
-writes data of its batch, for instance to revive unused codes or to initialize from a first batch.
+An optimizer or a loop may change parameters between forwards. A forward must not: it would write
+data of its batch, for instance to revive unused codes or to initialize from a first batch.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def refuse_second_order(layer: str) -> NoReturn:
     """Refuse a backward with create_graph=True."""
     raise RuntimeError(
         f"the gradient of {layer} was asked for with create_graph=True, as gradient penalties "
-        "(WGAN-GP, R1), losses on derivatives (PINN) and Hessians do: its own gradient is not "
-        f"computed, so the penalty would not be trained. {_INSTEAD}"
+        "(WGAN-GP, R1), losses on derivatives (PINN) and Hessians do: a private layer cannot "
+        f"differentiate it again, so the penalty would not be trained. {_INSTEAD}"
     )
 
 
@@ -72,7 +72,7 @@ def is_in_transform() -> bool:
 
 
 def _layer_of(node: Any) -> str:
-    """Return the name of the private layer whose handle is an input of an autograd node."""
+    """Return the name of the private layer whose parameter is an input of an autograd node."""
     inputs = list(node.next_functions)
     # With units, another node is between the handle and the operation.
     for parent, position in inputs + [i for n, _ in inputs if n for i in n.next_functions]:

@@ -9,7 +9,7 @@ from .._validate import did_you_mean
 
 
 class OnlySettable:
-    """A class whose only settable public names are some methods and properties with a setter.
+    """A class whose public names cannot be set, except some methods, and properties with a setter.
 
     `replaceable_methods` lists the methods. Setting another public name raises an AttributeError
     with advice. Names with an underscore can be set, as by frameworks that mark objects.

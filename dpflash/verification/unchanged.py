@@ -1,4 +1,4 @@
-"""Unchanged: checks that nothing but optimizer steps on releases changes `state_dict()`.
+"""Unchanged: checks that only optimizer steps on noisy gradients change `state_dict()`.
 
 Values that a forward writes into buffers, parameters or other entries would be released without
 noise, and would affect later batches. Version counters are compared in every forward and backward.
@@ -113,7 +113,7 @@ class Unchanged:
         return self._rewritten.forward(again=again)
 
     def before_backward(self) -> str | None:
-        """Return `refusal`; compare contents in the first backward, then in one of `EVERY`."""
+        """Return why to refuse a backward, or None; one in `EVERY` compares contents."""
         contents = self._backwards % EVERY == 0
         refusal = self.refusal(contents=contents, wait=False) or self._entered()
         # A refused backward is not counted, so that the next backward is refused too.
@@ -377,10 +377,10 @@ def _is_shard(parameter: nn.Parameter | None) -> bool:
 
 
 def check_allowed(module: nn.Module, allowed: Collection[str]) -> None:
-    """Refuse names that are no buffer, no parameter and no other entry of `state_dict()`.
+    """Check that each name is a buffer, a parameter or another entry of `state_dict()`.
 
     Raises:
-        ValueError: there is such a name; the message names the first one.
+        ValueError: a name is not; the message has the first such name.
     """
     known = _places_of(module, ())
     for name in allowed:

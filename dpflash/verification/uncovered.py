@@ -1,4 +1,4 @@
-"""Uncovered: finds the leaves that a backward would reach past the clipping gates.
+"""Uncovered: finds autograd leaves that a backward reaches without passing a clipping gate.
 
 A parameter outside of the private model (of a head, an encoder, a temperature or a soft prompt),
 or added to the model later, would get gradients of private samples without clipping or noise.
@@ -89,7 +89,7 @@ class Uncovered:
     def refusal(
         self, losses: Tensor | None, batch: object, leading: Sequence[int | None]
     ) -> str | None:
-        """Return a message that names a leaf that no gate covers, or None.
+        """Return a message that names a leaf whose gradient no clipping gate clips, or None.
 
         Args:
             losses: the losses whose backward is about to begin; None inside a scalar's backward.
@@ -221,7 +221,7 @@ def leaves_past_gates(
     runs: Callable[[Any], bool] = _always,
     path: set[tuple[str, str]] | None = None,
 ) -> list[Tensor | Hidden]:
-    """Return the leaves that the backward from a node reaches, except those behind gates.
+    """Return the leaves that a node's backward reaches without passing a clipping gate.
 
     Args:
         root: the node; None means that there are no leaves.
@@ -260,7 +260,7 @@ def _is_foreign(node: Any) -> bool:
 
 
 def _trained_inside(node: Any, model: nn.Module, reached: set[int]) -> list[Tensor | Hidden]:
-    """Return the leaves that may be trained by a backward that this node itself runs."""
+    """Return the leaves that a node may train if its own backward runs another backward."""
     backward = type(node)._forward_cls.backward
     code = getattr(inspect.unwrap(backward), "__code__", None)
     # A backward that calls both recomputes a function, as a reentrant checkpoint does.
@@ -309,7 +309,7 @@ def _direct(held: Iterable[Any]) -> list[Any]:
 
 
 def _recomputed(node: Any, model: nn.Module) -> list[Tensor | Hidden]:
-    """Return the parameters of a checkpointed module; `Hidden` if it is not one of the model's."""
+    """Return the parameters of a checkpointed module; `Hidden` if the model does not have it."""
     function = getattr(node, "run_function", type(node)._forward_cls)
     while isinstance(function, functools.partial):
         function = function.func

@@ -1,6 +1,6 @@
-"""Interface of watches, which see per-sample gradients arrive at the clipping gates.
+"""Interface of watches, which observe per-sample gradients at the clipping gates.
 
-An operation is one call of a layer in a forward; handles and gates: see `dpflash.clipping.gate`.
+An operation is one layer call in a forward; `dpflash.clipping.gate` explains gates and handles.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class WatchedGate(Protocol):
         """Return the dotted name of the layer that holds the parameter at this position."""
 
     def by_sample(self, x: Tensor) -> tuple[Tensor, Units | None]:
-        """Return (x `[B, ...]`, None); if samples are units, (their entries `[n, ...]`, units)."""
+        """Return (x `[B, ...]`, None), or (x `[n, ...]`, units) if samples are sets of entries."""
 
     def is_dense(self, position: int) -> bool:
         """Return whether an operation returns the parameter's gradient to the handle."""
@@ -59,10 +59,10 @@ class WatchedGate(Protocol):
 
 
 class Watch(Protocol):
-    """Sees each operation on a matrix parameter, and then the gradients of each gate's handles."""
+    """Observes each operation on a matrix parameter, then the gradients of a gate's handles."""
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        """Record an operation's tensors, the first of which is linear in the losses' gradient."""
+        """Record an operation's tensors; the first one is linear in the gradient of the losses."""
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
         """Record a gate after all its operations; raise PrivateRefusal to refuse the backward."""
@@ -83,7 +83,7 @@ def refuse_together(
         error: class of the error.
 
     Raises:
-        PrivateRefusal: a rank refuses. The message is `refusal`, or else that of another rank.
+        PrivateRefusal: a rank refuses. The message is this rank's, or else another rank's.
     """
     rows = gather_rows([int(refusal is not None)], group, name)
     if not any(row[0] for row in rows):
