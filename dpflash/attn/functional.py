@@ -136,7 +136,7 @@ def attention(
         gradients under ``attention_backend("fast")``. On a CPU, torch's own
         `scaled_dot_product_attention` computes dense calls without further options if there is one
         query and no gradient or, outside of private models, one short sample (up to 2^21
-        multiplications). The last bits may then depend on the number of samples, not with "own".
+        multiplications). The number of samples may then change the last bits; "own" prevents this.
     """
     if not isinstance(q, Tensor) or torch.is_autocast_enabled(q.device.type):
         q, k, v = autocast(q), autocast(k), autocast(v)

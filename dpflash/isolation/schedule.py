@@ -102,7 +102,7 @@ class Schedule:
             self._labels.note(batch, kept, real, units)
 
     def begin_backward(self) -> bool:
-        """Return whether the microbatch was fetched under no_grad; if so, try later ones."""
+        """If the microbatch was fetched under no_grad, try later microbatches and return True."""
         if not self._is_skipped:
             return False
         self._is_skipped, self._ignores_grad, self._draws = False, True, 0
