@@ -168,8 +168,8 @@ def attend(*inputs: Any, return_lse: bool) -> tuple[Tensor, Tensor]:
 class ReleasedAttention(torch.autograd.Function):
     """`Attention` whose backward returns `release(grads, squared norms)`: clipped, with noise.
 
-    One node computes the norms and adds the noise, so no other operation can change the gradients
-    in between. Without `setup_context`, torch.func raises and does not vectorize the noise.
+    One node computes the norms and adds the noise, so no operation in between can change the
+    gradients. The node has no `setup_context`, so torch.func raises and does not vectorize noise.
     """
 
     @staticmethod
