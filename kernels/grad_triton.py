@@ -264,7 +264,7 @@ def _sum_squares_kernel(
     parts_ptr, apart_ptr, squares_ptr, num_parts, scale_bits: tl.uint64,
     INTO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write ``scale`` times the sum of a sample's parts [B, num_parts]; INTO adds to squares.
+    """Write ``scale`` times the sum of a sample's parts [B, num_parts]; with INTO, add to squares.
 
     If the sample's entry of apart is 0, its entry of squares is not changed.
     """

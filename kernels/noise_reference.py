@@ -128,4 +128,4 @@ def gaussian_noise_(
 
 
 def _no_further_word(number: int) -> int:
-    raise AssertionError(f"needs {number + 1} further words, as one in 2^29 / scale elements does")
+    raise AssertionError(f"an element needs {number + 1} further words: one in 2^29 / scale does")

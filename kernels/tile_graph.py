@@ -117,7 +117,7 @@ class Side:
         return self._fully_masked[num_rows]
 
     def _all_see(self) -> bool:
-        """Return whether each group has a run that all rows see, or with each row's position."""
+        """Return whether in each group all rows see some run or each row sees its position."""
         with real_cpu_tensors():
             groups, runs = self.groups.long().cpu(), self.runs.long().cpu()
             group, run = ranges(groups[:, 3], groups[:, 4])
