@@ -119,7 +119,7 @@ def merge_(o: Tensor, lse: Tensor, o_new: Tensor, lse_new: Tensor) -> None:
 
 
 def _with_positive_scale(inputs: AttentionInputs) -> AttentionInputs:
-    """Make the scale positive, so -inf * scale stays -inf: negate q, or zero q for scale 0."""
+    """Make the scale positive, so -inf * scale is -inf: negate q or, for scale 0, set q to 0."""
     if inputs.scale > 0:
         return inputs
     if inputs.scale < 0:

@@ -120,8 +120,8 @@ def _slopes_error(
 ) -> Tensor:
     """Return the error of dslopes that comes from the error of delta, `[B, H, T]`.
 
-    Over all keys, ``sum_j p_ij (do_i v_j) = (delta_i + dlse_i) (sum_j p_ij + p_sink)``. So the
-    error of a delta that was computed from a rounded o follows from the sums of ds and p.
+    Over all keys, ``sum_j p_ij (do_i v_j) = (delta_i + dlse_i) (sum_j p_ij + p_sink)``. If delta
+    was computed from a rounded o, the sums of ds and p thus give the error of delta.
 
     Args:
         row_sums: `[4, B, H, T]`: sums over keys of ds, p, ds |i - j| and p |i - j|.
@@ -150,7 +150,7 @@ def _aligned(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class _RunGrads:
-    """Gradients of the runs' log multiplicities: each head has one for each run of its variant."""
+    """Gradients of the runs' log multiplicities, for each head and each run that it uses."""
 
     def __init__(self, graph: TileGraph, heads: torch.Size) -> None:
         side = graph.rows

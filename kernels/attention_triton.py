@@ -21,7 +21,7 @@ def _load(
     FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
     MASKED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Load WIDTH dims of rows at `offsets`, from FIRST on; 0 for dims >= D and unseen rows."""
+    """Load dims FIRST .. FIRST + WIDTH - 1 of rows at `offsets`; 0 if dim >= D or row unseen."""
     dims = FIRST + tl.arange(0, WIDTH)
     ptrs = ptr + offsets[:, None] + dims[None, :]
     if FIRST + WIDTH > D:
@@ -50,7 +50,7 @@ def _store(ptr, offsets, seen, x, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: t
 
 @triton.jit
 def _store_sum(ptr, x, there, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """Sum x over the rows that are `there`; store the sum at `ptr`, from head dim FIRST on."""
+    """Sum x over the rows where `there` is True; store the sum in head dims from FIRST on."""
     dims = FIRST + tl.arange(0, WIDTH)
     tl.store(ptr + dims, tl.sum(tl.where(there[:, None], x, 0.0), 0), mask=dims < D)
 
@@ -105,9 +105,9 @@ def _columns_below(bound, start, stride, reciprocal, shift):
 def _clip(runs_ptr, run, rows, first, last, column_begin, column_end, BLOCK_N: tl.constexpr):
     """Load a run, and clip it to the columns that some row of a tile sees, in chunks of BLOCK_N.
 
-    Returns the run's start, stride and log multiplicity in base 2; the borders begin <= left <=
-    right <= end; each row's first column and number of columns. Every row sees all columns of the
-    chunks in [left, right). The chunks in [begin, left) and [right, end) need a mask.
+    Returns the run's start, stride and log multiplicity in base 2, begin <= left <= right <= end,
+    each row's first column and its number of columns. Columns are numbered within the run. Every
+    row sees the columns in [left, right). Columns in [begin, left) and [right, end) need a mask.
     """
     record = runs_ptr + run * 8
     start = tl.load(record)

@@ -26,8 +26,8 @@ _kept: Kept | None = None
 class Kept:
     """Holds the tensors, besides those of the model, that kernels of a captured graph read.
 
-    Keep this object as long as the graph. Tables get memory in a rehearsal, a run of the code
-    before the capture, since the graph's memory pool would reuse table memory for other results.
+    Keep this object as long as the graph. A rehearsal, a run of the code before the capture,
+    allocates the tables: the graph's memory pool would reuse their memory for other results.
     """
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ class Kept:
         self._rehearses = False
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Context manager for the capture of a rehearsed block, which uses the held tensors."""
+        """Context manager for the capture; it uses the tensors that the rehearsal held."""
         return self._is_current()
 
     def serves(self, device: torch.device) -> bool:
-        """Return whether a table requested now belongs to this capture, not to another thread."""
+        """Return whether a table requested now is for this capture, not for another thread."""
         is_cuda = device.type == "cuda" and not self._rehearses
         return not is_cuda or torch.cuda.is_current_stream_capturing()
 

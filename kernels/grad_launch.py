@@ -86,16 +86,16 @@ def grad_norm(
     """See `reference.grad_norm`; returns an upper bound of ||H_i||^2.
 
     H_i is the per-sample gradient that `clipped_grad` sums. Its products and sums are in fp32
-    (three TF32 products for each product of fp32 operands), so it differs from G_i by the rounding
-    of T products, at most T * 2^-20 * `grad_magnitude`.
+    (three TF32 products for each product of fp32 operands). So H_i differs from the exact G_i by
+    the rounding of T products, at most T * 2^-20 * `grad_magnitude`.
 
-    "tile": computes H_i, with the kernel of `clipped_grad`.
+    The form "tile" computes H_i, with the kernel of `clipped_grad`.
 
-    "gram": computes ||G_i||^2, and adds a bound of the rounding error of H_i and a bound of the
-    rounding error of fp32 products of tokens (`_gram_rounding`). The second bound is relative to
-    `grad_magnitude` squared: for orthogonal tokens and I + O = 2048 it is T * 8e-5 * ||G_i||^2 in
-    16 bits and T * 1.2e-4 * ||G_i||^2 in 32 bits. If a sample's tokens nearly cancel, or products
-    overflow, the device computes H_i instead.
+    The form "gram" computes ||G_i||^2 and adds two bounds: of the rounding error of H_i, and of
+    the rounding error of fp32 products of tokens (`_gram_rounding`). The second bound is relative
+    to `grad_magnitude` squared. For orthogonal tokens and I + O = 2048 it is T * 8e-5 * ||G_i||^2
+    in 16 bits and T * 1.2e-4 * ||G_i||^2 in 32 bits. If a sample's tokens nearly cancel, or
+    products overflow, the device computes H_i instead.
     """
     x, dy = _operands(x, dy)
     if spans is not None:
@@ -111,7 +111,7 @@ def products_are_separate(*dy: Tensor) -> bool:
 
 
 def _span_squares(x: Tensor, dy: Tensor, spans: Spans, form: str | None) -> Tensor:
-    """Return `grad_norm` of spans. In the launch of a form, spans of the other form are empty."""
+    """Return `grad_norm` of spans: one launch per form, in which other forms' spans are empty."""
     forms = [form or cheaper_norm(end - start, x, dy, fused=True) for start, end in spans]
     total = torch.zeros(len(spans), dtype=torch.float64, device=x.device)
     for each in set(forms):
@@ -351,8 +351,8 @@ def _launch_products(
 ) -> Tensor:
     """Write sum_i c_i H_i to `out` or, without `out`, return each tile's part of ||H_i||^2.
 
-    Parts are written if c_i is not 0. Calls with and without `out` have arguments of equal types,
-    so they run the same compiled kernel, and the norms are those of the H_i that are summed.
+    A part is written only if c_i is not 0. Calls with and without `out` have arguments of equal
+    types, so both run the same compiled kernel: the norms belong to the H_i that are summed.
 
     Returns:
         [B, tiles], fp64; [0, tiles] with `out`.
@@ -432,7 +432,7 @@ def _sum_squares(
         parts: partial sums of squares.
         terms: total number of squares, for the bound of the rounding error.
         squares: output; with `is_into` the bounds are added to it.
-        apart: [B], fp32: if an entry is 0, the entry of squares is not changed.
+        apart: [B], fp32: samples with entry 0 keep their entry of squares.
     """
     batch, count = parts.shape
     if squares is None:
@@ -466,10 +466,10 @@ def _launch_reduce(
     *,
     is_into: bool,
 ) -> None:
-    """Write sum_i c_i G_i to outs, for contiguous grads of one kind and one factor per sample.
+    """Write the clipped sums sum_i c_i G_i to outs, in one launch; grads are contiguous.
 
-    Without a grid the sum is computed in fp32. With a grid it is exact; outs are fp64, or fp32 if
-    noise is added, and then the noisy sum is rounded.
+    Without a grid the sums are computed in fp32. With a grid they are exact, and outs are fp64. If
+    noise is added, outs may be fp32, to which the noisy sums are rounded.
     """
     noise = [stream for stream in streams if stream is not None]
     found = open_list(outs, noise) if noise else None
@@ -499,7 +499,7 @@ def _norm_sums(
     *,
     sums: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Sum dy * (x - mean) * rstd and dy over all but samples and the normalised shape."""
+    """Sum dy * (x - mean) * rstd, and dy, over all dimensions but samples and normalised ones."""
     operands = _rows(dy, shape), _rows(x, shape), mean, rstd
     if spans is None:
         products, totals = _token_sums(*operands, None, sums)
@@ -537,11 +537,11 @@ def _token_sums(
     spans: Spans | None,
     sums: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Sum dy * (x - mean) * rstd and dy over chunks of tokens.
+    """Sum dy * (x - mean) * rstd, and dy, over chunks of tokens.
 
     Returns:
-        Two tensors [B, chunks, E] or, for spans no longer than a chunk, [1, U, E]; fp32, fp64 for
-        fp64 dy. The first is empty without x, the second without `sums`.
+        Two tensors, fp32 (fp64 for fp64 dy): [B, chunks, E] or, for spans no longer than a chunk,
+        [1, U, E]. Without x the first tensor is empty, without `sums` the second.
     """
     batch, tokens, width = dy.shape
     dy, x = _unit_stride(dy), None if x is None else _unit_stride(x)

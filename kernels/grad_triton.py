@@ -217,8 +217,8 @@ def _gram_bound_kernel(
 ):  # fmt: skip
     """Write a bound of a sample's ``||H_i||^2`` from Gram products, see `grad_launch.grad_norm`.
 
-    parts: the sum of each pair of tiles. of_samples: the pairs of each span. apart: output, 1 if
-    tokens nearly cancel or may overflow, so that the bound is not used, else 0.
+    parts: sums of the pairs of tiles. of_samples: each span's range of pairs. apart: output, 1 if
+    the bound must not be used, since tokens nearly cancel or may overflow; else 0.
     """
     b = tl.program_id(0).to(tl.int64)
     row, first, count = _place(of_samples_ptr, b, num_pairs)
@@ -264,7 +264,7 @@ def _sum_squares_kernel(
     parts_ptr, apart_ptr, squares_ptr, num_parts, scale_bits: tl.uint64,
     INTO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write ``scale`` times the sum of a sample's parts, [B, num_parts]; with INTO, add it.
+    """Write ``scale`` times the sum of a sample's parts [B, num_parts]; with INTO, add to squares.
 
     If the sample's entry of apart is 0, its entry of squares is not changed.
     """
@@ -325,7 +325,7 @@ def _clipped_grad_kernel(
 
 @triton.jit
 def _plus_clipped(total, grad, factor, reciprocal, EXACT: tl.constexpr):
-    """Return ``total + factor * grad``, fp32; if EXACT, fp64 grid steps of truncated products."""
+    """Return ``total + factor * grad``, fp32; if EXACT, in fp64 units of the grid, truncated."""
     if EXACT:
         # Both products are exact: 24 bits times 24 bits, then times a power of two.
         steps = grad.to(tl.float64) * factor.to(tl.float64) * reciprocal
@@ -473,8 +473,8 @@ def _embedding_grad_norm_kernel(
 ):  # fmt: skip
     """Write ``||sum of dy_t over the tokens of one row||^2`` at the position of the first token.
 
-    The magnitude of each element of the sum is raised by the rounding errors of adding its n terms
-    in fp64, here and in the clipped sum; each is below (n - 1) 2^-53 of the sum of magnitudes.
+    Fp64 sums of n terms, here and in the clipped sum, round by less than (n - 1) 2^-53 of the sum
+    of magnitudes. Before squaring, each element's magnitude is raised by both rounding errors.
 
     order: a sample's tokens, sorted by row. ends: for each entry of order, where its row ends.
     """

@@ -380,7 +380,7 @@ def _check_clip_reduce(
         raise ValueError(
             f"noise on the grid {noise.grid!r} where grid is {grid!r}"
             + (" and the sum goes into another" if into is not None else "")
-            + ": give noise of the same grid, and no `into`; add noise to that with noise.add_to_"
+            + ": give noise of the same grid, and no `into`; call noise.add_to_(into) afterwards"
         )
 
 

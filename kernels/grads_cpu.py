@@ -134,7 +134,7 @@ def clip_reduce_all(
 
 
 def _are_fused(noise: Sequence[NoiseStream], factors: Tensor) -> bool:
-    """Return whether the C++ kernel adds the noise: ChaCha20 streams of one release, std > 0."""
+    """Return whether the C++ kernel can add the noise: ChaCha20, std > 0, one noisy step."""
     first = noise[0]
     fit = first.std > 0 and noise_cpu.serves(factors, first)
     return fit and all(stream.release == first.release for stream in noise)

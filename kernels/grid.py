@@ -40,12 +40,12 @@ def check_grid(grid: float) -> None:
 
 
 def truncated(values: Tensor, grid: float) -> Tensor:
-    """Truncate values toward zero onto the grid, in fp64. A vector's norm never grows by this."""
+    """Truncate values toward zero onto the grid, in fp64. This never increases a vector's norm."""
     return (values.double() / grid).trunc_().mul_(grid)
 
 
 def exact_slots(grid: float, bound: float) -> int:
-    """Return the number of samples of norm <= bound that fp64 sums exactly, noise included."""
+    """Return how many samples of norm <= bound fp64 can sum exactly, noise included."""
     return int(2.0**52 // math.ceil(bound / grid))
 
 

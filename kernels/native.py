@@ -168,7 +168,7 @@ def _cached(folder: Path, names: Iterable[str]) -> ctypes.CDLL | None:
 def _dlopen(content: bytes, name: str) -> ctypes.CDLL:
     """Load a library from a file in memory or, if the system has none, from a temporary file.
 
-    So the bytes that were checked are those that run, even if the cache is mounted noexec.
+    So the bytes that run are the checked bytes, and the cache may be mounted noexec.
     """
     with contextlib.ExitStack() as stack:
         if hasattr(os, "memfd_create"):
@@ -197,7 +197,7 @@ def _compiled(
     """Compile for the first processor that the compiler supports; load and cache the library.
 
     Args:
-        names: file names of the library, by the compiler options that select a processor.
+        names: maps compiler options that select a processor to the library's file name.
         cache: folder to cache the library in, or None.
         reason: the reason why there is no cache.
 
@@ -240,7 +240,7 @@ def _compiled(
 
 
 def _compiler() -> list[str]:
-    """Return the command of the C++ compiler: CXX, or the first that is installed.
+    """Return the command of the C++ compiler: CXX, or the first compiler that is installed.
 
     Raises:
         OSError: there is no C++ compiler; the message names a remedy.
@@ -299,7 +299,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _origin() -> bytes:
-    """Return the bytes whose hash, with that of the options, names a cached library.
+    """Return the bytes that, hashed with the compiler options, name a cached library.
 
     The compiler is included only if CXX names it, so a cached library runs without a compiler.
     """
@@ -324,7 +324,7 @@ def _processor() -> Iterator[str]:
 
 
 def _system_libraries() -> Iterator[str]:
-    """Yield versions of libc and libstdc++: a library linked with newer ones does not load."""
+    """Yield versions of libc and libstdc++: a library does not load with older versions."""
     yield from platform.libc_ver()
     yield sysconfig.get_config_var("MULTIARCH") or ""
     yield platform.mac_ver()[0]

@@ -260,7 +260,7 @@ class NoiseStream:
             part.copy_(total)
 
     def integers(self, count: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the first `count` values in units of the grid, as (start, fp64 on the CPU)."""
+        """Yield the first `count` values, in units of the grid, as (start index, fp64 values)."""
         skip = self.offset % WORDS_PER_BLOCK
         draw = _WORDS[self.generator](
             self.key,
@@ -279,7 +279,7 @@ class NoiseStream:
             yield begin, integers
 
     def settled(self, index: int, word: int) -> int:
-        """Return the value at an index whose first word does not decide the rounding."""
+        """Return the value at an index if its first word does not decide how it is rounded."""
         return settle(word, self.scale, lambda number: self._further_word(index, number))
 
     def _further_word(self, index: int, number: int) -> int:

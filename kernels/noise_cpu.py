@@ -25,7 +25,7 @@ _NUMBERS = {torch.float32: "float", torch.float64: "double"}
 
 
 class Part(ctypes.Structure):
-    """The fields of grads_cpu.cpp's Part, one parameter of a call, in its order."""
+    """One parameter of a call, as struct Part in grads_cpu.cpp, with the same order of fields."""
 
     _fields_ = [
         ("grads", ctypes.c_void_p),

@@ -225,8 +225,8 @@ def rounded_normals(words, scale):
 def settled(words, there, table_ptr, scale, r2, r1, r0):
     """Return ``round(scale * N)`` of words by 128-bit integers; see `settled`, rounded_normal.h.
 
-    words: [N], int64. there: [N], bool, the words that exist. scale: fp64, below 2^45. table_ptr,
-    r2, r1, r0: see `sides`. Returns int64, and which words need no further word.
+    words: [N], int64. there: [N], bool, False for padding. scale: fp64, below 2^45. table_ptr, r2,
+    r1, r0: see `sides`. Returns the integers, int64, and which of them are decided.
 
     The fp64 quantile only chooses the eight borders to compare with, so the result is exact
     however fp64 rounds. The quantile is off by less than 3 borders, so eight are enough.
@@ -349,7 +349,7 @@ def _settle_kernel(lists_ptr, tails_ptr, programs, BLOCK: tl.constexpr):
     """Write ``grid * (steps + Z)`` for the elements of lists that need no further words.
 
     lists_ptr: `_settle_table`. programs: programs per list. Elements that need further words are
-    marked and counted. If a list was too short for its elements, none of them is written.
+    marked and counted. If a list has no room for all its elements, none of them is written.
     """
     row = lists_ptr + _SETTLE_COLUMNS * (tl.program_id(0) // programs)
     first = (tl.program_id(0) % programs) * BLOCK
@@ -411,9 +411,9 @@ class OpenList(NamedTuple):
         outs: the results; a listed element is NaN until `settle` writes it.
         streams: the noise of each result, of one release.
         entries: [2 + 5 capacity], int64, on the results' device: the number of listed elements,
-            the number that `settle` has left to the CPU, and five columns with an entry for each
-            element: the index of the result, the index in the result, the word, the bits of the
-            sum before noise (fp64, in units of the grid), and whether it is left to the CPU.
+            the number of elements left to the CPU, and five columns, which have for each element
+            the index of the result, the index in the result, the word, the bits of the sum before
+            noise (fp64, in units of the grid), and whether the element is left to the CPU.
         spare: zeros after the entries, for the next lists of the release.
     """
 
@@ -431,7 +431,7 @@ class OpenList(NamedTuple):
 def open_list(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> OpenList:
     """Create an empty list for results on one device whose noise belongs to one release.
 
-    The list is appended to `NoiseStream.unsettled` at once, as a failed launch may write to it.
+    The list is in `NoiseStream.unsettled` from now on, since even a failed launch may write to it.
     """
     elements = sum(out.numel() for out in outs)
     size = _COUNTERS.value + _COLUMNS.value * expected_capacity(elements, streams[0].scale)
@@ -452,8 +452,8 @@ def open_list(outs: Sequence[Tensor], streams: Sequence[NoiseStream]) -> OpenLis
 def expected_capacity(elements: int, scale: float) -> int:
     """Return four times the mean number of undecided elements, plus 128.
 
-    A list needs more with probability below 2^-100. An element is undecided with probability at
-    most 2^-46 * (scale + 1).
+    A list needs more entries with probability below 2^-100. An element is undecided with
+    probability at most 2^-46 * (scale + 1).
     """
     return min(elements, math.ceil(elements * (scale + 1) * 2.0**-44) + 128)
 
@@ -482,7 +482,7 @@ def settle(lists: Sequence[OpenList]) -> bool:
         for found, (count, left) in zip(group, counts.tolist(), strict=True):
             if count > found.capacity:
                 raise RuntimeError(
-                    f"more elements of noise are undecided on {found.entries.device} than can be: "
+                    f"more noise elements are undecided on {found.entries.device} than possible: "
                     "the device computes wrongly; do not release this sum, add noise on the CPU"
                 )
             was_any |= count > 0
@@ -506,8 +506,8 @@ def _settle_table(lists: Sequence[OpenList]) -> Tensor:
     """Return the tables of `_settle_kernel` for these lists, int64, on the CPU.
 
     The row of a list has its address, its capacity, the index where its results' addresses begin,
-    the bits of the grid and of the scale, and `reciprocal_words`. Then come two entries for each
-    result, for fp32 and fp64: the entry of the result's dtype is its address, the other is 0.
+    the bits of the grid and of the scale, and `reciprocal_words`. After the rows, each result has
+    two entries, for fp32 and fp64: its address in the entry of its dtype, 0 in the other entry.
     """
     rows: list[int] = []
     addresses: list[int] = []

@@ -1,4 +1,4 @@
-"""P(N > x) of a standard normal N in Triton, in 128-bit integers, and its comparison with words.
+"""Computes P(N > x) of a standard normal N, and compares it with words, in 128-bit integers.
 
 As in normal_tail.h, no result depends on floating-point rounding. Numbers below 1 are two words
 of 64 bits, the high and the low word, in units of 2^-128.

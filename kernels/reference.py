@@ -75,7 +75,7 @@ def clip_factors(
 
 
 def bound_share(part: int, whole: int) -> float:
-    """Return sqrt(part / whole), rounded down: the fraction of the bound for `part` of `whole`.
+    """Return sqrt(part / whole), rounded down: the bound's fraction for `part` of `whole` groups.
 
     Guarantees:
         The squares of the fractions of disjoint parts sum to at most 1.

@@ -36,10 +36,10 @@ def apply_rotary(
 ) -> tuple[Tensor, Tensor]:
     """Rotate the coordinate pairs (j, D / 2 + j) of queries and keys, see `rotate`.
 
-    A C++ kernel runs on a CPU, and one launch of a Triton kernel on a GPU. `rotate` runs instead
-    in these cases: no compiler or no Triton; float16 on a CPU; float64 on a GPU; another device;
-    operations that are traced or transformed; a call with `out` that autograd records. Without
-    `out` the result is differentiable any number of times.
+    A CPU runs a C++ kernel, a GPU one launch of a Triton kernel. `rotate` runs instead if the
+    compiler or Triton is missing, for float16 on a CPU, for float64 on a GPU, on other devices, in
+    traced or transformed functions, and if autograd records a call with `out`. Without `out` the
+    result is differentiable any number of times.
 
     Args:
         q: `[B, H, T, D]`; may be a view.
@@ -110,7 +110,7 @@ def _is_fused(tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> bool:
 
 
 def _has_rows(x: Tensor) -> bool:
-    """Return whether a token's coordinates are adjacent in memory and not negated lazily."""
+    """Return whether x `[B, H, T, D]` has last stride 1 and no lazy negation."""
     return x.ndim == 4 and x.stride(3) == 1 and not x.is_neg()
 
 

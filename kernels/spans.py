@@ -30,7 +30,7 @@ def check_spans(spans: Spans, tokens: int) -> None:
 
 @functools.lru_cache(maxsize=64)
 def places(spans: Spans | None, device: torch.device) -> Tensor | None:
-    """Return spans on a device, [U, 2], int64, without synchronizing; None if samples are rows."""
+    """Copy spans to a device, [U, 2], int64, without synchronizing; None stays None."""
     if spans is None:
         return None
     return torch.tensor(spans, dtype=torch.int64).view(-1, 2).to(device, non_blocking=True)
@@ -46,7 +46,7 @@ def samples_of_tokens(spans: Spans, tokens: int, device: torch.device) -> Tensor
 
 
 def tokens_as_samples(factors: Tensor, spans: Spans, *operands: Tensor) -> tuple[Tensor, ...]:
-    """Make each token a sample: return factors [N] (0 if in no span), operands [N, 1, ...]."""
+    """Return factors [N] and operands [N, 1, ...] per token; outside of spans factors are 0."""
     index = samples_of_tokens(spans, operands[0].shape[1], factors.device)
     own = torch.cat([factors, factors.new_zeros(1)])[index]
     return (own, *(x.transpose(0, 1) for x in operands))

@@ -62,8 +62,8 @@ def tensor_table(
         read, written: the tensors that are read and, if any, those that are written.
         streams: the noise of each tensor, if any.
         sizes: number of elements to visit in each tensor.
-        block: elements per program. If noise begins within a group of 8 elements, the first
-            program begins with that group.
+        block: elements per program. If noise begins within a group of 8 elements of its stream,
+            the first program begins with this group.
     """
     device, rows, counts = read[0].device, [], []
     begin = 0
@@ -88,7 +88,7 @@ def _owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def alike(kinds: Sequence[Hashable]) -> list[list[int]]:
-    """Group tensors by kind, one launch per group; return the indices of each group."""
+    """Group equal kinds, whose tensors may share a launch; return the indices of each group."""
     found: dict[Hashable, list[int]] = {}
     for number, kind in enumerate(kinds):
         found.setdefault(kind, []).append(number)

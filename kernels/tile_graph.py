@@ -34,7 +34,7 @@ def real_cpu_tensors() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """The rows of a graph and the columns that each of them sees.
+    """One side of a graph: its rows, and the columns that each row sees.
 
     A side has one or more *variants*, sets of groups; each head uses one variant. The groups of a
     variant share no row; a row in no group sees no column. The runs of a group share no column.
@@ -98,7 +98,7 @@ class Side:
         return self._tables[key]
 
     def is_complete(self, num_rows: int) -> bool:
-        """Return whether every row of each variant is in a group; see `partial` at run time."""
+        """Return whether the groups of each variant have all rows; at run time, see `partial`."""
         if self.runtime:
             return not self.partial
         if num_rows not in self._complete:
@@ -117,7 +117,7 @@ class Side:
         return self._fully_masked[num_rows]
 
     def _all_see(self) -> bool:
-        """Return whether each group has a run that all rows see, or that holds each row itself."""
+        """Return whether in each group all rows see some run or each row sees its position."""
         with real_cpu_tensors():
             groups, runs = self.groups.long().cpu(), self.runs.long().cpu()
             group, run = ranges(groups[:, 3], groups[:, 4])
@@ -252,7 +252,7 @@ class TileGraph:
 
 
 def ranges(first: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Concatenate the ranges ``first[i] .. end[i] - 1``; return the i of each number, numbers."""
+    """Concatenate ranges ``first[i] .. end[i] - 1``; return (the i of each number, numbers)."""
     counts = end - first
     owner = torch.arange(len(first)).repeat_interleave(counts)
     return owner, torch.arange(len(owner)) + (end - counts.cumsum(0))[owner]
@@ -311,7 +311,7 @@ def _edges_per_variant(side: Side) -> Tensor:
 
 
 def _pairs(column: int, stride: int, length: int, step: int, count: int, lo: int, hi: int) -> int:
-    """Count pairs (row, column) within the band, of rows from 0 and columns from `column` on."""
+    """Count pairs in a band: rows ``0, stride, ...``, columns ``column, column + step, ...``."""
     if lo <= -UNBOUNDED and hi >= UNBOUNDED:
         return length * count
     row = stride * torch.arange(length)

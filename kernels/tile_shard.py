@@ -22,7 +22,7 @@ _PAIRS = 2**20
 
 
 class Chunk(NamedTuple):
-    """Positions ``start .. start + length - 1`` of a sequence, in a shard from `local` on."""
+    """Tokens ``start .. start + length - 1`` of a sequence, which begin at `local` in a shard."""
 
     start: int
     length: int
@@ -180,7 +180,7 @@ def _clean(rows: Tensor, columns: Tensor, band: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _runtime_side(side: Side, row_chunks: Sequence[Chunk], column_chunks: Sequence[Chunk]) -> Side:
-    """Restrict a run-time side to groups `[N, P]` and runs `[P, R, C]`, some of length 0."""
+    """Restrict a run-time side to `[N, P]` groups and `[P, R, C]` runs, some of them empty."""
     device = side.groups.device
     groups, runs = side.groups.long(), side.runs.long()
     rows, columns = _within(groups[:, :3], row_chunks), _within(runs[:, :3], column_chunks)

@@ -48,10 +48,10 @@ def attention_backend(backend: str) -> AbstractContextManager[None]:
 
     Guarantees:
         With "auto" and "own", results and gradients are bitwise reproducible; with "fast",
-        gradients are not. With "own" the bits of a sample's result do not depend on the number of
-        samples; with "auto" and "fast" they may. Privacy does not depend on the backend: each
-        gradient is computed once, then clipped. Private models with exact=True, and all
-        calls under torch.use_deterministic_algorithms, use "own"; private models that may run
+        gradients are not. With "own", a sample's result has the same bits for every number of
+        samples; with "auto" and "fast" its bits may differ. Privacy does not depend on the
+        backend: each gradient is computed once, then clipped. Calls use "own" in private models
+        with exact=True and under torch.use_deterministic_algorithms. Private models that may run
         two backwards (grad_sample_mode="ghost") use "auto" in place of "fast".
 
     The backend is set for the current thread. Functions under torch.compile use the backend that
@@ -81,7 +81,7 @@ def _chosen(backend: str, *, of_model: bool = False) -> Iterator[None]:
 
 @contextmanager
 def attention_backend_of_model(backend: str) -> Iterator[None]:
-    """Set the backend for a private model's forward, and for its recomputation in a backward."""
+    """Set the backend of a private model's forward, also if a backward recomputes the forward."""
     global _again
     _again = backend
     with _chosen(backend, of_model=True):

@@ -63,9 +63,9 @@ def without_noise() -> Iterator[NoiseOff]:
     it compares gradients of a copy of the model, which are not released.
 
     A boundary reads this state in the forward, since its backward may run in a thread of autograd.
-    Noise is on again after the block, also after an exception. This includes later backwards
-    through boundaries that were crossed inside the block. A boundary that another thread crosses
-    (such as autograd's thread in a reentrant checkpoint) keeps its noise.
+    After the block, also after an exception, all boundaries add noise again. A later backward
+    through a boundary that was crossed inside the block adds noise too. A boundary that another
+    thread crosses (such as autograd's thread in a reentrant checkpoint) keeps its noise.
     """
     off = NoiseOff()
     before, _switch.off = _switch.off, off
@@ -124,16 +124,16 @@ def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float
 
     Guarantees:
         The returned gradient is private if its receiver sees nothing else that depends on the
-        data behind the loss. One backward is one Gaussian mechanism of noise multiplier sigma
-        under zero_out (one sample's loss is replaced by a loss whose gradient at that sample's row
-        is zero), if row i depends on sample i alone. n backwards compose as n full Gaussian steps,
-        whose epsilon `dpflash epsilon --sample-rate 1 --steps n` computes. Sampling does not
-        amplify privacy: the rows show who is in the batch. The noise comes from ChaCha20, with a
-        key from the operating system in each process, and never repeats.
+        data of the loss. If row i depends on sample i alone, one backward is one Gaussian
+        mechanism with noise multiplier sigma under zero_out: the neighboring batch has, for one
+        sample, a loss whose gradient at the sample's row is zero. n backwards compose as n full
+        Gaussian steps; `dpflash epsilon --sample-rate 1 --steps n` computes their epsilon.
+        Sampling does not amplify privacy: the rows show who is in the batch. The noise never
+        repeats: it comes from ChaCha20, with a key from the operating system in each process.
 
-        Not private are the forward (x itself, the loss), gradients of parameters behind the
-        boundary, the number and order of rows, and gradients of parameters before the boundary
-        if they also flow along other paths. For weights use `PrivacyEngine`.
+        Not private are the forward (x itself, the loss), the number and order of rows, and
+        gradients of parameters between the boundary and the loss. Gradients of parameters before
+        the boundary are not private if they partly bypass it. For weights use `PrivacyEngine`.
     """
     boundary = Boundary(max_grad_norm=max_grad_norm, noise_multiplier=noise_multiplier)
     return cross(boundary, x)[0]
@@ -206,7 +206,7 @@ def _release(
 def _clipped_and_noised(
     grad: Tensor, factors: Tensor, std: float, grid: float, step: int, number: int
 ) -> Tensor:
-    """Return ``c_i dx_i``, truncated to the grid, plus noise, rounded once to grad's dtype."""
+    """Return ``c_i dx_i``, truncated to multiples of `grid`, plus noise, in grad's dtype."""
     weights = factors.double().view(-1, *[1] * (grad.ndim - 1))
     clipped = (grad.double() * weights).masked_fill(weights == 0, 0.0)
     clipped = truncated(clipped, grid).contiguous()

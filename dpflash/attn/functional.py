@@ -125,10 +125,9 @@ def attention(
         A query with no key and no sink has o = 0, lse = -inf and gradient 0.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit, the pattern does not support T or H,
-            T > S with a pattern or causal=True, causal=True with a pattern that is not causal, a
-            softmax_scale that is not finite, a softcap that is not positive, or a padding mask
-            with a hole.
+        ValueError: shapes, dtypes or devices do not fit; the pattern does not support T or H;
+            T > S with a pattern or causal=True; causal=True with a pattern that is not causal;
+            softmax_scale is not finite; softcap is not positive; the padding mask has a hole.
 
     Guarantees:
         Sample i of the result depends on sample i of q, k and v (and row i of key_padding_mask,
@@ -136,7 +135,7 @@ def attention(
         gradients under ``attention_backend("fast")``. On a CPU, torch's own
         `scaled_dot_product_attention` computes dense calls without further options if there is one
         query and no gradient or, outside of private models, one short sample (up to 2^21
-        multiplications). The last bits may then depend on the number of samples, not with "own".
+        multiplications). The number of samples may then change the last bits; "own" prevents this.
     """
     if not isinstance(q, Tensor) or torch.is_autocast_enabled(q.device.type):
         q, k, v = autocast(q), autocast(k), autocast(v)

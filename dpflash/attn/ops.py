@@ -166,7 +166,7 @@ def attend(*inputs: Any, return_lse: bool) -> tuple[Tensor, Tensor]:
 
 
 class ReleasedAttention(torch.autograd.Function):
-    """`Attention` whose backward returns `release(grads, squares)`: clipped gradients plus noise.
+    """`Attention` whose backward returns `release(grads, squared norms)`: clipped, with noise.
 
     One node computes the norms and adds the noise, so no operation in between can change the
     gradients. The node has no `setup_context`, so torch.func raises and does not vectorize noise.
@@ -210,7 +210,7 @@ def graph_of(
     blocks: Tensor | None = None,
     gates: Tensor | None = None,
 ) -> TileGraph:
-    """Return a call's tile graph; `blocks` and `gates` are the choice of an `Adaptive` pattern."""
+    """Return a call's tile graph; `Adaptive.choose` returns the `blocks` and their `gates`."""
     queries, keys = q.shape[2], k.shape[2]
     if isinstance(pattern, Adaptive):
         assert blocks is not None and gates is not None
@@ -319,7 +319,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 
 
 def _asked(given: Sequence[Any]) -> tuple[bool, bool]:
-    """Return (bias_grad, squares) of a backward's options; False for one that is left out."""
+    """Return the options (bias_grad, squares) of a backward; an option left out is False."""
     bias_grad, squares = (*given[13:], False, False)[:2]
     return bias_grad, squares
 

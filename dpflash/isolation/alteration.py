@@ -43,12 +43,12 @@ def of_documents(batch: PackedBatch, number: int) -> Alteration:
 
 
 def of_one(batch: Any, before: Any | None, real: Tensor) -> Alteration:
-    """Alter a microbatch of one sample: return another microbatch, or a copy.
+    """Return the microbatch to run before `batch`, which has one sample: `before` or a copy.
 
     Args:
         batch: the microbatch, which is not changed.
-        before: another microbatch of the logical batch, to run instead; None to run a copy.
-        real: `[U]`, bool: which entry is the sample, if any.
+        before: another microbatch of the logical batch; None to run a copy of `batch`.
+        real: `[U]`, bool: True for the sample, False for padding.
     """
     given, kept = (copied(batch), real.clone()) if before is None else (before, real & ~real)
     units = given.units if isinstance(given, PackedBatch) else None
@@ -93,13 +93,13 @@ def sources(
 ) -> Tensor:
     """Return, for each sample, the sample whose contents it receives: `[U]`, int64.
 
-    A random half of the samples, and all padding, receive the contents of one sample:
-    - Many copies of one sample overload any routing with a capacity.
+    A random half of the samples, and all padding, receive the contents of one sample. Its many
+    copies overload any routing with a capacity.
     - Samples that may determine a scale or a weight of the batch, see `_telling`, are replaced
       first. In half of the cases the copied sample has the rarest label.
-    - If there are four samples or more, those with the most and the least padding in a mask stay.
-      Without padding, operators run other kernels, which round differently, and a loop may cut a
-      batch to its longest sample.
+    - Of four samples or more, the sample with the most padding in a mask and the sample with the
+      least stay. Without padding, operators would run other kernels, which round differently.
+      And a loop may cut a batch to its longest sample.
 
     Args:
         batch, size, real, units, rng: see `of_samples`.
@@ -137,7 +137,7 @@ def kept_by(source: Tensor, real: Tensor | None) -> Tensor:
 
 
 def complement(batch: Any, first: Alteration, rng: np.random.Generator) -> Alteration:
-    """Overwrite each sample that `first` left unchanged with one that `first` overwrote.
+    """Overwrite the samples that `first` left unchanged with one of the other samples.
 
     Args:
         batch: the microbatch, which is not changed, with one row per sample.
@@ -151,7 +151,7 @@ def complement(batch: Any, first: Alteration, rng: np.random.Generator) -> Alter
 
 
 def _filled(batch: Any, size: int, rows: list[int]) -> tuple[set[int], set[int]]:
-    """Return the rows whose masks have the least and the greatest sum; none if all are equal."""
+    """Return (rows with the least sum in a mask, rows with the greatest), if its sums differ."""
     sums = [own[rows] for own in mask_sums(batch, size) if rows]
     sums = [own for own in sums if bool((own != own[0]).any())]
     return {rows[int(own.argmin())] for own in sums}, {rows[int(own.argmax())] for own in sums}

@@ -1,4 +1,4 @@
-"""BackwardRows: the per-sample gradients in a backward that adds nothing to the sums."""
+"""BackwardRows: records per-sample gradients in a backward whose gradients are not summed."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class ProvableBackward(Protocol):
         """Yield ((group, position), layer, whether to watch the handle's gradient, handle)."""
 
     def only_watched(self, watch: Watch) -> AbstractContextManager[None]:
-        """In the with block, gates save no tensors, and only this watch sees the operations."""
+        """In the with block, only this watch sees operations; clipping gates save no tensors."""
 
     @property
     def is_compared(self) -> bool:
         """Whether the backward is compared with that of an altered microbatch."""
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
-        """Receive the model outputs' gradients `[B, ...]` in the backward of a scalar loss."""
+        """Receive the gradients `[B, ...]` of the model's outputs in a scalar loss's backward."""
 
     def refuse_reduction(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int
@@ -61,15 +61,15 @@ class ProvableBackward(Protocol):
 
 
 class WatchedRows(Watch, Protocol):
-    """A watch that sees the handles' gradients even if a backward does not run the gates."""
+    """A watch that sees per-sample gradients even if a backward runs no clipping gates."""
 
     def dense(self, slot: Slot, layer: str, grad: Tensor | None) -> Tensor | None:
-        """Record a handle's gradient; return the gradient to pass on, perhaps a stand-in."""
+        """Record a parameter's per-sample gradients; return the gradients to pass on."""
 
 
 @dataclass
 class _Use:
-    """One operation: digests of its rows, which rows are nonzero, its number, a row's shape."""
+    """One operation in a backward: digests of its rows, nonzero rows, its number, row shape."""
 
     summaries: Tensor
     nonzero: Tensor
@@ -89,10 +89,10 @@ class BackwardRows:
         real: `[B]`, bool: whether the row is a sample.
         uses: the operations on each parameter, in order.
         layers: the name of each parameter's layer.
-        refusal: message on the layer nearest to the losses with a nonzero row of a sample of
-            weight 0.
+        refusal: message on the layer nearest to the losses in which a sample of weight 0 has a
+            nonzero row.
         is_foreign: whether there were rows of another batch; other code refuses such rows.
-        has_met_gate: whether a gate ran, which shows that this is a backward of losses.
+        has_met_gate: whether a clipping gate ran: then this is a backward of losses.
         left_out: `[B]`, bool: samples that are not compared, because a row is not finite.
         dtypes: the dtypes of all rows.
     """
@@ -113,21 +113,21 @@ class BackwardRows:
         self._see((gate.index, position), gate.layer_of(position), *gate.by_sample(rows[0]))
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
-        """Record the handles' gradients at a gate; only a backward of the loop runs gates."""
+        """Record a clipping gate's per-sample gradients; only the loop's backwards run gates."""
         self.has_met_gate = True
         for position, grad in enumerate(grads):
             if grad is not None and gate.is_dense(position):
                 self._see((gate.index, position), gate.layer_of(position), grad)
 
     def dense(self, slot: Slot, layer: str, grad: Tensor | None) -> Tensor | None:
-        """Record the gradient of a handle; return a stand-in that takes no memory."""
+        """Record a parameter's per-sample gradients; return zeros that take no memory."""
         if grad is None:
             return None
         self._see(slot, layer, grad)
         return grad.new_zeros(()).expand_as(grad)
 
     def _see(self, slot: Slot, layer: str, rows: Tensor, units: Units | None = None) -> None:
-        """Record rows `[B, ...]` or, with units, the entries `[n, ...]` of all units."""
+        """Record rows `[B, ...]` or, if samples are `units`, all their entries `[n, ...]`."""
         rows = rows.detach()
         if not rows.ndim or (len(rows) if units is None else units.size) != len(self.weights):
             self.is_foreign = True
@@ -164,10 +164,10 @@ def differentiate(
     *,
     keeps_graph: bool = True,
 ) -> bool:
-    """Run the backward up to the handles, and show the handles' gradients to the watch.
+    """Run the backward up to the per-sample gradients, and show these gradients to the watch.
 
     Returns:
-        Whether the backward could run: a graph that the user compiled may allow only one.
+        Whether the backward could run: a compiled graph may allow only a single backward.
     """
     handles, hooks = [], []
     for slot, layer, counts, handle in owner.handles():

@@ -1,9 +1,9 @@
 """Comparison: finds differences between two runs, for samples with equal contents in both runs.
 
 On a deterministic device all results must be equal bit for bit. On other devices rows may differ
-by sqrt(eps) of their norm, and losses by eps^(2/3) (eps: machine epsilon). Differences by rounding
-are below these limits; differences by other samples seldom are. `PlaceTrial` compares gradients of
-samples in other rows.
+by sqrt(eps) of their norm, and losses by eps^(2/3) (eps: machine epsilon). Rounding changes them
+by less, and other samples usually by more. `PlaceTrial` compares gradients of samples that moved
+to other rows.
 """
 
 from __future__ import annotations
@@ -149,11 +149,11 @@ def changed_losses(
     replaced sample.
 
     Args:
-        before, now: losses of two runs; or `[U, K]`, products of gradients with K random vectors,
-            whose root mean square difference estimates the norm of the gradients' difference.
+        before, now: losses of two runs; or `[U, K]`, products of gradients with K random vectors.
+            Root mean squares of their differences estimate norms of the gradients' differences.
         kept: `[U]`, bool, on the CPU.
-        rounding: the allowed difference relative to `sizes` if the second computation rounds
-            differently; None if it repeats the first.
+        rounding: the allowed relative difference if the second run rounds differently; None if the
+            second run repeats the first.
         sizes: `[U]`, norms of gradients if products are compared; None for losses.
         least: a difference that is always allowed.
     """

@@ -127,16 +127,16 @@ def refuse_weights(
 
 
 def _is_of_no_known_scale(weights: Tensor, targets: Tensor, unit: float) -> bool:
-    """Return whether a token's weight is a function of its class times an unknown factor.
+    """Return whether tokens have class weights times a factor that is not known.
 
     Args:
         weights: `[B, T]`, with different sums for different samples.
         targets: `[B, T]`, the classes.
         unit: weight of a sample in the declared reduction.
 
-    The result is False for equal weights with a known factor: a sum over a sample's tokens, a mean
-    over all T tokens, or over T - 1 (shifted labels). It is also False if tokens of one class have
-    different weights: in losses that weight samples, or tokens by probability.
+    Returns False if all weights are equal with a known factor (a sum over a sample's tokens, a
+    mean over T tokens, or over T - 1 for shifted labels). Also returns False if tokens of one
+    class have different weights (the loss weights samples, or tokens by probability).
     """
     used = weights > 0
     classes, index = targets[used].unique(return_inverse=True)
@@ -184,7 +184,7 @@ def _chunks(z: Tensor, g: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def _token_weights(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return (weights, classes) of n tokens, `[n]` each; None if `g` is not of the form.
+    """Return (weights, classes) of n tokens, `[n]` each, or None, see `_weights`.
 
     Tokens without a gradient have weight 0.
     """

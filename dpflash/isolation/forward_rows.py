@@ -20,14 +20,14 @@ class ForwardRows:
     """Records the inputs of the private layers and the model's outputs in a forward, in order.
 
     Args:
-        compares: whether modules that run sample by sample are compared with a run of the batch.
+        compares: whether a module that runs sample by sample also runs the batch, to compare.
         only_dtypes: whether only dtypes are recorded.
         units: the samples if they are not single rows, else None.
 
     Attributes:
         size: B; 0 until the forward is over.
         layers: names of the modules that ran.
-        padded: the length to which each layer that pads its input padded it.
+        padded: the length to which the input was padded, for each layer that pads.
         scalars: outputs with a single element and a gradient, such as a loss of the model.
     """
 
@@ -57,7 +57,7 @@ class ForwardRows:
 
         Args:
             name: name of the layer.
-            x: the input, `[B, ...]`; with units `[n, ...]`, the entries of all units.
+            x: the input, `[B, ...]` or, if samples are units, all their entries `[n, ...]`.
             padded_to: the length to which the layer padded, or None.
         """
         self._note(f"the input of layer '{name}'", x, self.units)

@@ -35,8 +35,8 @@ class FunctionState:
     objects and of their classes, and small containers found there. The following is not saved:
     - larger containers, and more than 2^20 numbers in tensors and arrays;
     - the state of dpflash, torch, NumPy and the standard library;
-    - data of objects whose classes are not from the packages of the functions. A restored object
-      of this type would no longer match its open files, or threads that wait on its queue.
+    - data of objects whose class is from another package than the functions. Such an object, once
+      restored, could contradict its open files, or threads that wait on its queue.
 
     Args:
         functions: functions, or objects with methods.

@@ -1,7 +1,7 @@
-"""ReplacedLabels: which labels trials have replaced. A rare label may change all losses' weights.
+"""ReplacedLabels: records which labels isolation tests (trials) have replaced, and which kept.
 
-A mean with class weights couples samples only if a batch has several classes. So a microbatch is
-tried if it has a class that no trial has replaced so far, or a class that no trial has kept.
+A rare label may change the weights of all losses: a mean with class weights couples samples if a
+batch has several classes. A microbatch is tried if trials never replaced, or kept, a class of it.
 """
 
 from __future__ import annotations

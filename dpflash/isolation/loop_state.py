@@ -96,11 +96,11 @@ class Generators:
 
 
 class Options:
-    """Saved options of optimizers and of the next release, and states of schedulers.
+    """Saved options of optimizers and of the next noisy step, and states of schedulers.
 
     Args:
         optimizers, schedulers: the optimizers and the learning rate schedulers.
-        numbers: options of the next release, by name.
+        numbers: options of the next noisy step, by name, such as max_grad_norm.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Options:
             self._held += [(vars(x), vars(x).copy()) for x in (*inner, scheduler)]
 
     def restore(self, *, changed_since: Options | None = None) -> None:
-        """Restore the options; with `changed_since`, only of groups whose options differ in it."""
+        """Restore the options; with `changed_since`, only of groups that differ from it."""
         others = self._held if changed_since is None else changed_since._held
         for number, (own, held) in enumerate(self._held):
             if changed_since is not None and is_same(others[number][1], held):
@@ -138,7 +138,7 @@ class Options:
                     own[name] = value
 
     def changed_otherwise(self, begin: Options, now: Options) -> str | None:
-        """Return the name of an option with three different values (begin, self, now), or None.
+        """Return an option's name if its values in begin, self and now all differ, else None.
 
         Args:
             begin, now: options of the same optimizers; schedulers may differ.

@@ -181,7 +181,7 @@ class PlaceTrial:
         self._is_by_sample = True
 
     def runs(self, batch: Any, places: Sequence[Place]) -> Iterator[Any]:
-        """Yield the microbatches to run: those with moved samples, then the reference if needed.
+        """Yield the microbatches with moved samples, then, if needed, an unmoved copy.
 
         Args:
             batch: the microbatch, which is not changed.
@@ -211,7 +211,7 @@ class PlaceTrial:
             self._waits_for_gradients = len(self._runs) == len(places)
 
     def attach(self, backward: _Backward) -> None:
-        """Set the function of (outputs, gradients of outputs) that runs a run's backward."""
+        """Set the function that runs a backward from (outputs, gradients of the outputs)."""
         self._backward = backward
 
     def begin(self) -> None:
@@ -231,7 +231,7 @@ class PlaceTrial:
             self._others = self._other_states()
 
     def forward(self, dtypes: set[torch.dtype], *, is_random: bool) -> None:
-        """Note a call of the model, in which one number of torch's generator gives the masks.
+        """Record a call of the model; it draws one number from torch's generator, a mask seed.
 
         Args:
             dtypes: the dtypes that the model computes in.
@@ -245,9 +245,9 @@ class PlaceTrial:
         self._is_random |= is_random
 
     def ends_at(self, outputs: Any) -> Any:
-        """Replace the model's outputs by leaves, at which the backward of a scalar loss ends.
+        """Replace the model's outputs by detached copies, so a scalar loss's backward ends there.
 
-        `end` continues that backward from the outputs; recomputed checkpoints have no dropout.
+        Later `end` runs the backward of the model itself, from the outputs and their gradients.
         """
 
         def cut(x: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ class PlaceTrial:
                 module.training = True
 
     def take_scalar(self, loss: Tensor) -> bool:
-        """Run a scalar loss's backward to the leaves of `ends_at`; return False without leaves."""
+        """Run a scalar loss's backward to the copies of `ends_at`; return whether they exist."""
         if self._ends:
             torch.autograd.backward(loss, inputs=[own for _, own in self._ends])
         return bool(self._ends)
@@ -304,7 +304,7 @@ class PlaceTrial:
         return random.getstate(), pickle.dumps(np.random.get_state(legacy=False)), *own
 
     def of_training(self, refuse: Callable[[str], object]) -> tuple[PlaceGradients, ...]:
-        """Return a watch that compares the backward of training with the runs' backwards, or ().
+        """Return a watch that compares the training backward with the runs; () if not needed.
 
         Args:
             refuse: called with the message of a refusal, before gradients are summed.

@@ -31,8 +31,8 @@ class PlaceGradients:
     Attributes:
         values: the products `[B, K]`, fp64, of each clipping group.
         squares: squared sizes `[B]`, fp64, of each group, to which rounding is relative.
-        parts: (group, position, whether it arrived at the handle) of each recorded gradient. A run
-            with a compiled forward has other parts, and its gradients are not compared.
+        parts: of each recorded gradient: (group, position of the parameter, whether the operation
+            computed it). Runs with other parts (a compiled forward) are not compared.
     """
 
     def __init__(self, seed: int, finished: Callable[[int], object] = lambda group: None) -> None:
@@ -44,7 +44,7 @@ class PlaceGradients:
         self._task = -1
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        """Record tensors `[B, T, ...]` of an operation, whose G is their product summed over T."""
+        """Record an operation's tensors `[B, T, ...]`: their products, summed over T, are G."""
         self._enter()
         values: Tensor | None = None
         squares: Tensor | None = None
@@ -66,14 +66,14 @@ class PlaceGradients:
             self._add(gate.index, values.flatten(1, -2).sum(1), squares.flatten(1).sum(1))
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
-        """Record the handles' gradients at a gate."""
+        """Record the per-sample gradients that arrive at a clipping gate."""
         for position, grad in enumerate(grads):
             if grad is not None and gate.is_dense(position):
                 self.dense((gate.index, position), "", grad)
         self._finished(gate.index)
 
     def dense(self, slot: tuple[int, int], layer: str, grad: Tensor | None) -> Tensor | None:
-        """Record the gradient `[B, ...]` of a handle."""
+        """Record a parameter's per-sample gradients `[B, ...]`."""
         if grad is not None:
             self._enter()
             self.parts.add((*slot, True))
@@ -90,7 +90,7 @@ class PlaceGradients:
     def _of_tokens(
         self, x: Tensor, lead: int, seed: tuple[int, int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Return products of x `[*lead, n]`, `[*lead, K]`, and squared sizes, `[*lead]`, fp64."""
+        """Return x `[*lead, n]` times K random vectors, `[*lead, K]`, and its squared norms."""
         draw = torch.Generator().manual_seed(hash((self._seed, *seed)) % (1 << 62))
         if not x.is_floating_point():
             # x holds an embedding's indices: hash each index to K pseudo-random numbers

@@ -50,7 +50,7 @@ _ELSEWHERE = (
 
 @dataclass
 class _Progress:
-    """Progress of one half of the proof: the operations of backwards, or the layers of forwards.
+    """Progress of one half of the test: the operations of backwards, or the layers of forwards.
 
     Attributes:
         known: names seen so far.
@@ -161,7 +161,7 @@ class Proof:
 
     @property
     def verified(self) -> bool | Literal["pending", "gradients", "forward"]:
-        """True once both halves are proven; if only one can be: "gradients" or "forward"."""
+        """True if backward and forward passed; "gradients" or "forward" if only this could."""
         if not self.is_on:
             return False
         modes = [mode for mode in self._modes.values() if mode.is_trained] or [_Mode()]
@@ -335,12 +335,12 @@ class Proof:
     def cross(
         self, outputs: Any, size: int, owner: ProvableBackward, *, is_altered: bool = False
     ) -> Any:
-        """Wrap the model's outputs, at which the proof of a scalar loss's backward begins.
+        """Wrap the model's outputs, at which the test of a scalar loss's backward begins.
 
         Outputs for an altered microbatch are wrapped too, so that both backwards are the same.
 
-        Terms of a scalar cannot be given weights, but the rows of the scalar's gradient at the
-        outputs can. So the reduction itself is tested only if `declared_reduction` recognizes it.
+        The test sets rows of the scalar's gradient at the outputs to zero, since it cannot weight
+        the scalar's terms. Only `declared_reduction` tests the reduction, in the forms it knows.
         """
         uses = self._mode.uses
         # With ranks, `is_due` may differ: other ranks do not know of this rank's new operations.

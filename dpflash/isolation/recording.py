@@ -55,7 +55,7 @@ class Recording:
         return self.backward
 
     def watch_row(self) -> BackwardRows:
-        """Begin to watch the backward of the next sample of a batch that is taken apart.
+        """Begin to watch the backward of the next sample, if losses are computed one by one.
 
         The later run may round differently, since a recurrent layer pads each sample to the
         longest sample that the layer has received so far.

@@ -59,9 +59,9 @@ def exchanged(
 
     Rows are the entries of tensors and arrays whose first dimension is `size`, and the elements of
     lists of length `size`. A list of `size` tensors, each with first dimension `size`, is
-    ambiguous: the tensors may be batches, or samples as long as the batch. If a batch has such a
-    list, no part of the batch counts as rows, with two exceptions: dicts with the same keys are
-    samples, and tensors in the outermost list are fields of the batch.
+    ambiguous: a tensor may be a batch, or a sample as long as the batch. If a batch has such a
+    list, nothing in the batch counts as rows. There are two exceptions: dicts with the same keys
+    are samples, and tensors in the outermost list are fields of the batch.
 
     Args:
         batch: the batch, which is not changed.
@@ -69,8 +69,8 @@ def exchanged(
         size: the number of rows; with units, the number of their positions.
         units: the samples if they are not single rows; tensors that describe units stay.
         lengths: lengths of the samples if the batch is the arguments of a model, else None. With
-            `lengths`, lists of other numbers count as settings; settings and ambiguous lists are
-            copied unchanged.
+            `lengths`, ambiguous lists and lists of numbers other than lengths are copied
+            unchanged, as settings.
     """
     shape = (size,) if units is None else units.shape
     has_rows = is_unclear = False
@@ -112,7 +112,7 @@ def exchanged(
 
 
 def _chosen(x: Tensor, rows: list[int], dims: int) -> Tensor:
-    """Return some rows of a tensor, numbered over its first `dims` dimensions, flattened."""
+    """Flatten the first `dims` dimensions of a tensor to rows, and return the chosen rows."""
     index = torch.tensor(rows, dtype=torch.int64, device=x.device)
     if x.layout != torch.strided:
         chosen = x.detach().to_sparse_coo().index_select(0, index)

@@ -35,8 +35,8 @@ class Sandbox:
     """Saves the state of model and loop, and restores it after each run of a microbatch.
 
     Values that the loop sets before the first forward (a learning rate, `model.tau`) are not
-    restored, since the loop may set such values only once. So the later runs of a microbatch, and
-    the microbatch itself, have the values of the first run. Numbers that the loop sets only after
+    restored, since the loop may set such values only once: the later runs of a microbatch, and
+    the microbatch itself, keep the values of the first run. Numbers that the loop sets only after
     the microbatch itself (as with `if loader.is_last`) are not restored either. The loader seeds
     the global generators with the same seed for each run.
 
@@ -135,7 +135,7 @@ class Sandbox:
         """End a microbatch, because the loop asks for another one.
 
         Raises:
-            PrivateRefusal: a second time, the loop set options that depend on its iterations.
+            PrivateRefusal: the loop set an option by its count of iterations, for a second time.
         """
         if self._options is not None and self._behind is not None:
             changed = self._behind.changed_otherwise(self._options, self._present())
@@ -151,7 +151,7 @@ class Sandbox:
         return Options(self._optimizers, schedulers, self._numbers)
 
     def _set_once(self) -> None:
-        """Set the options of the first run again, since the loop may set them only once."""
+        """Set the first run's options again, since the loop may set options only once."""
         assert self._options is not None and self._at_first is not None
         changed = self._options.changed_otherwise(self._at_first, self._present())
         if changed is not None:

@@ -1,8 +1,8 @@
 """Schedule: decides which microbatches are tried, that is, run with altered samples first.
 
-The microbatches of the first logical batches and of a few later ones are tried: a dependence
-between samples shows in most batches. A microbatch is also tried if it has a label, or an
-operation of the model or the loop, that no trial had.
+The microbatches of the first logical batches and of a few later logical batches are tried: a
+dependence between samples shows in most batches. A microbatch is also tried if it has a label
+that no trial had, or if the model or the loop runs an operation that no trial ran.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Schedule:
         return self._draws > 0
 
     def is_due(self, microbatch: int) -> bool:
-        """Return whether to try this microbatch of its logical batch; the same on all ranks."""
+        """Return whether to try this microbatch (index in its logical batch); same on all ranks."""
         self._draws += not microbatch
         due = self._is_tried(self._draws)
         self.trials += due and not microbatch
@@ -102,7 +102,7 @@ class Schedule:
             self._labels.note(batch, kept, real, units)
 
     def begin_backward(self) -> bool:
-        """Return whether the microbatch was fetched under no_grad; if so, try later ones."""
+        """If the microbatch was fetched under no_grad, try later microbatches and return True."""
         if not self._is_skipped:
             return False
         self._is_skipped, self._ignores_grad, self._draws = False, True, 0

@@ -114,7 +114,7 @@ class Trial:
         self._refused: str | None = None
 
     def is_due(self, microbatch: int) -> bool:
-        """Return whether to try this microbatch of its logical batch; the same on all ranks."""
+        """Return whether to try this microbatch (index in its logical batch); same on all ranks."""
         # Do not restore the model, which the user may have changed since the last run.
         self.is_altered = False
         self.finish()
@@ -126,7 +126,7 @@ class Trial:
         return due
 
     def begin_backward(self) -> None:
-        """Begin a backward; if the batch came under no_grad, plan the trial for a later one."""
+        """Begin a backward; if its batch was fetched under no_grad, try a later microbatch."""
         self.has_begun |= self.schedule.begin_backward()
 
     def has_new_path(self) -> bool:
@@ -213,7 +213,7 @@ class Trial:
         return found is not None and not self.is_by_sample
 
     def compares_gradients(self, *, is_alone: bool) -> bool:
-        """Return whether to compare the backward with that of the altered microbatch.
+        """Return whether to compare the backward with the altered microbatch's backward.
 
         Args:
             is_alone: whether there are no other ranks, so that an empty comparison is skipped.
@@ -284,7 +284,7 @@ class Trial:
         return _GRADIENT if declared is None else _REDUCTION.format(declared=declared)
 
     def refusal_of_batch(self, given: list[Tensor]) -> str | None:
-        """Return a message if rows of kept samples are not those of the altered batch, or None.
+        """Return a message if rows of kept samples differ from the altered batch's, or None.
 
         Args:
             given: digests `[U]` of the batch's tensors.
@@ -295,7 +295,7 @@ class Trial:
         return _CHANGED if changed is None or bool((changed & self.kept).any()) else None
 
     def refusal_of(self, row: int, loss: Tensor) -> str | None:
-        """Return a message if a kept row's loss `[1]` is not that in the altered microbatch.
+        """Return a message if a kept row's loss `[1]` differs from its loss in the altered batch.
 
         The backward of the row is compared afterwards.
         """

@@ -68,10 +68,10 @@ def from_text(text: str, *, causal: bool, tokens: int) -> Pattern:
     """Make the pattern that a text describes.
 
     Args:
-        text: a name such as ``"sliding_window"``, whose arguments are then those of `dpflash bench
-            attention`; a name with arguments such as ``"sliding_window(window=256)"``, as in the
-            repr of a pattern; or a `Pattern.key`.
-        causal: whether no query sees a later key. A `causal` in the text must have this value.
+        text: a name, such as ``"sliding_window"``, for the arguments of `dpflash bench attention`;
+            a name with its arguments, as in the repr of a pattern, such as
+            ``"sliding_window(window=256)"``; or a `Pattern.key`.
+        causal: whether no query sees a later key. If the text sets `causal`, both must be equal.
         tokens: T, which determines the sizes of a name without arguments.
 
     Raises:

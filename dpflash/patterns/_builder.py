@@ -1,8 +1,8 @@
 """Builds the tables of a tile graph from arithmetic progressions of tokens or lists of blocks.
 
-Patterns list runs of columns as if attention was not causal. `make_graph` then clips every run to
-the columns that some row of its group may see, and drops empty runs. A run's band has two limits;
-a limit that excludes no pair becomes UNBOUNDED.
+Patterns list the runs (progressions of columns) of each group of rows as if attention was not
+causal. `make_graph` then clips each run to the columns that some row of its group may see, and
+drops empty runs. Each run has a band; a limit of the band that excludes no pair becomes UNBOUNDED.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def block_tables(num_tokens: int, block_size: int, variants: Sequence[Ints]) -> 
 
 
 def _merged(intervals: Ints, num_blocks: int) -> tuple[Ints, Ints, Ints]:
-    """Sort intervals into (row, begin, end); merge those of a row that overlap or touch."""
+    """Sort intervals into (row, begin, end); merge intervals of a row that overlap or touch."""
     bounds = intervals[:, 1:].clip(0, num_blocks)
     kept = bounds[:, 0] < bounds[:, 1]
     # Put the rows on one line, one after the other, with gaps so that rows never touch.

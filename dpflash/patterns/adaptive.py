@@ -92,8 +92,8 @@ class Adaptive(Pattern):
             softmax_scale: factor of q k.
 
         Returns:
-            blocks `[B, H, n, K]`, int32, with K = min(keep, n); -1 fills up if a query block sees
-            fewer blocks. gates, of the same shape, float32, differentiable in q and k.
+            blocks `[B, H, n, K]`, int32, with K = min(keep, n), padded with -1 if a query block
+            sees fewer blocks; gates, of the same shape, float32, differentiable in q and k.
         """
         q_means = _block_means(q, self.block_size)
         k_means = _block_means(k, self.block_size)
@@ -156,8 +156,8 @@ def block_counts(num_tokens: int, block_size: int, device: torch.device) -> Tens
 def runtime_graph(blocks: Tensor, gates: Tensor, pattern: Adaptive, num_tokens: int) -> TileGraph:
     """Build the tile graph of chosen blocks on their device, without synchronizing with it.
 
-    Blocks and gates are `[B, H, n, K]`, from `Adaptive.choose`; run r of `rows` has the gate
-    ``gates.flatten()[r]``.
+    `Adaptive.choose` returns blocks and gates, `[B, H, n, K]`. Run r of the query side has the log
+    multiplicity ``gates.flatten()[r]``.
     """
     batch, heads, n, kept = blocks.shape
     device, size = blocks.device, pattern.block_size

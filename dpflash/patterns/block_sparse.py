@@ -41,9 +41,9 @@ class BlockSparse(Pattern):
             all n blocks or, if causal, among earlier blocks (all of these if there are fewer).
         seed: seed of the random blocks, which depend on seed, head, n and causal only; 0 or more.
         causal: no query sees a key later than its own position.
-        block_lists: one list for each block of queries, with the indices of the blocks that it
-            sees; either one such list of lists for all heads, or one for each head. A block of
-            queries may see no block. Then local_blocks to random_blocks must keep their defaults.
+        block_lists: for each block of queries, the list of the indices of blocks that it sees,
+            which may be empty. Pass one such list of lists for all heads, or one for each head.
+            With block_lists, local_blocks to random_blocks must not exceed their defaults.
 
     Raises:
         ValueError: an argument of the wrong type or range, block_lists together with rules, or

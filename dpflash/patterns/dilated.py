@@ -1,10 +1,10 @@
 """LongNet's dilated attention, with all branches in one softmax.
 
 A *branch* is a segment length with a dilation rate; `Dilated` defines which tokens are *live* in a
-branch. Between two neighboring segment borders (of any branch), the tokens that are live in the
-same branches form residue classes, which are the groups of rows. A live token sees keys at
-distances that are multiples of the rate. Groups share a list of runs if their columns, counted
-from each group's first row, are equal.
+branch. The segment borders of all branches cut the sequence into intervals. In an interval, tokens
+that are live in the same branches form arithmetic progressions, the groups of rows. A live token
+sees keys at distances that are multiples of the rate. Groups that see the same columns, relative
+to their first row, share a list of runs.
 
 Letters: T tokens, H heads, W segment length, r dilation rate, m multiplicity.
 """
@@ -44,9 +44,9 @@ class Dilated(Pattern):
     """LongNet's dilated attention: branches of several segment lengths and dilation rates.
 
     With ``W = min(w, T)``, token t is live in branch (w, r) of head h if
-    ``((t mod W) mod r) == o(h)``. A live query sees the live keys of its segment. The branches
-    are weighted by their softmax denominators. This equals one softmax in which a key counts m
-    times, where m is the number of branches in which query and key are live in the same segment.
+    ``((t mod W) mod r) == o(h)``, see `offset`. A live query sees the live keys of its segment.
+    The branches are weighted by their softmax denominators. This equals one softmax in which a key
+    counts m times: once for each branch in which query and key are live in the same segment.
     A token that is live in no branch sees nothing. The last segment may be short; T, w and r need
     not divide each other.
 
@@ -264,7 +264,7 @@ def _columns(
 def _column_classes(
     rates: tuple[int, ...], shift: int, window: int, multiset: bool
 ) -> list[tuple[int, int, int]]:
-    """Return (stride, phase, m) of the x < window for which some rate divides x + shift."""
+    """Return (stride, phase, m) of the x < window with x + shift a multiple of some rate."""
     x = np.arange(window) + shift
     m = sum((x % rate == 0).astype(np.int64) for rate in rates)
     return _classes(m if multiset else np.minimum(m, 1), rates)

@@ -31,8 +31,8 @@ def parse(
     name = _snake_case(function.id)
     if name not in known:
         raise ValueError(
-            f"pattern={text!r}: expected one of {', '.join(sorted(known))}; pass one of these; "
-            f"for other sizes than those of `dpflash bench` add arguments, as in {_EXAMPLE!r}"
+            f"pattern={text!r}: expected one of {', '.join(sorted(known))}; pass a name for the "
+            f"sizes of `dpflash bench`, or a name with arguments, as in {_EXAMPLE!r}"
         )
     allowed = [field.name for field in fields(known[name])]  # type: ignore[arg-type]
     unknown = sorted(arguments.keys() - allowed)

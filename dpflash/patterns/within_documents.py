@@ -96,7 +96,7 @@ class _Sides:
         self._sides = [_Tables(side) for _, side in documents]
 
     def joined(self, variants: Sequence[Sequence[int]], num_heads: int) -> tuple[Side, Tensor]:
-        """Return the side of the whole sequence, and the variant that each head uses.
+        """Join the documents' sides to one side; return it, and the variant that each head uses.
 
         ``variants[d][h]`` is the variant that head h uses in the side of document d.
         """
