@@ -65,7 +65,7 @@ class Schedule:
         return self._draws > 0
 
     def is_due(self, microbatch: int) -> bool:
-        """Return whether to try this microbatch (index in its logical batch); same on all ranks."""
+        """Return whether to try this microbatch of the logical batch; all ranks agree."""
         self._draws += not microbatch
         due = self._is_tried(self._draws)
         self.trials += due and not microbatch

@@ -114,7 +114,7 @@ class Trial:
         self._refused: str | None = None
 
     def is_due(self, microbatch: int) -> bool:
-        """Return whether to try this microbatch (index in its logical batch); same on all ranks."""
+        """Return whether to try this microbatch of the logical batch; all ranks agree."""
         # Do not restore the model, which the user may have changed since the last run.
         self.is_altered = False
         self.finish()
