@@ -87,7 +87,7 @@ class PrivateLinear(PrivateModule):
         if x.ndim == 1:
             raise PrivateRefusal(
                 f"input of module '{self._dpflash.name}' has no batch; a private linear layer "
-                "needs the batch first: [B, ..., features]; make one call of all rows"
+                "needs the batch first: [B, ..., features]; pass all rows in one call"
             ) from None
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         assert weight is not None

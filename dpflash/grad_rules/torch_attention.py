@@ -180,7 +180,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
     def _project(
         self, handles: Handles, name: str, sources: list[Tensor], rows: list[int], start: int = 0
     ) -> tuple[Tensor, ...]:
-        """Project each source by its `rows` of weight `name`, and biases from `start` on."""
+        """Project source i by the next rows[i] rows of weight `name`; biases begin at `start`."""
         weight, bias = self._parameters[name], self._parameters["in_proj_bias"]
         assert weight is not None
         outputs, inputs = weight.shape

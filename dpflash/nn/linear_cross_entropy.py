@@ -16,7 +16,7 @@ class LinearCrossEntropy(nn.Linear):
 
     Losses and gradients equal those of ``dpflash.losses.cross_entropy(F.linear(x, W, b),
     targets)``, but only one chunk of logits exists at a time: the backward recomputes the logits.
-    The parameters are those of `torch.nn.Linear`, so ``head.weight = embedding.weight`` ties
+    The layer has the parameters of `torch.nn.Linear`, so ``head.weight = embedding.weight`` ties
     them. Without targets the layer returns the logits.
 
     Letters: B samples, T tokens, E features, V classes.

@@ -124,9 +124,9 @@ class Gradients:
                 name = self._names[parameter]
                 raise PrivateRefusal(
                     f".grad of parameter '{name}' was written before the release "
-                    "of the logical batch, so nothing was released: leave it alone between the "
-                    "first backward of a logical batch and its last one; it is None there. The "
-                    "backward of a public loss runs inside engine.public_data()"
+                    "of the logical batch, so nothing was released: do not write .grad from the "
+                    "first to the last backward of a logical batch. Run the backward of a public "
+                    "loss inside engine.public_data()"
                 ) from None
 
 

@@ -98,7 +98,7 @@ class OpenBatch:
 
     @property
     def bound(self) -> float:
-        """L2 bound of one sample's contribution to the current (else the next) logical batch."""
+        """L2 bound of one sample in the current logical batch; in the next if none has begun."""
         return self.sums.bound if self.sums.has_begun else self.options.max_grad_norm
 
     @property
