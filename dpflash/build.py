@@ -559,9 +559,9 @@ def _warn_of_sizes(data_loader: DataLoader, plan: SamplingPlan, delta: float | N
     cut = plan.event(1.0).failure() * plan.steps_per_epoch
     if 100 * cut > (delta or min(_USUAL_DELTA, 1 / entries)):
         warn(
-            f"max_batch_size={most}: each epoch adds (1 + exp(epsilon)) * {cut:.2g} to delta, for "
-            "the probability that a batch is truncated. So epsilon is infinite at delta < "
-            f"{min(1, 2 * cut):.2g}, and too large near it; pass "
+            f"max_batch_size={most}: each epoch adds (1 + exp(epsilon)) * {cut:.2g} to delta, "
+            "since a batch may be truncated. So epsilon is infinite if delta is below "
+            f"{min(1, 2 * cut):.2g}, and too large if delta is near it; pass "
             f"max_batch_size={plan.least_free_cut} or more",
         )
 
@@ -618,8 +618,8 @@ def _check_foreign(unit: str, ranks: Ranks) -> None:
     """Refuse foreign_batches if a unit could be in several rows of such a batch."""
     if has_several_rows(unit):
         raise ValueError(
-            "foreign_batches=True with unit_of or Pairs: in a batch that is not the private "
-            "loader's, each row of a unit is clipped by itself; leave foreign_batches out"
+            "foreign_batches=True with unit_of or Pairs: a unit may be in several rows of such a "
+            "batch, and each row is clipped by itself; leave foreign_batches out"
         )
     if ranks.everyone is not None:
         raise ValueError(

@@ -91,7 +91,7 @@ class PrivacyConfig:
             "random_allocation": each sample is in exactly one logical batch of each epoch, chosen
             at random and in secret. The first release of an epoch is charged the cost of the whole
             epoch, and noise_multiplier cannot be lowered before the epoch ends.
-        noise_mechanism: None, or one band, for independent noise. `dpflash.noise.Banded(bands=...)`
+        noise_mechanism: None, or one band, for independent noise; `dpflash.noise.Banded(bands=4)`
             and sampling="cyclic_poisson" for correlated noise: later releases subtract a part of
             it again. noise_multiplier and max_grad_norm then cannot change in training. With
             "auto", and no sampling=, `make_private_with_epsilon` chooses sampling and number of
@@ -246,7 +246,7 @@ class PrivacyConfig:
             )
         if isinstance(self.clipping, str) and self.clipping == "adaptive":
             raise ValueError(
-                "clipping='adaptive': bounds that follow the samples' norms are not supported; "
+                "clipping='adaptive': there is no bound here that follows the samples' norms; "
                 "leave clipping out, and pass clip_function='automatic', which needs no tuned "
                 "max_grad_norm, or set optimizer.max_grad_norm by a public schedule"
             )
@@ -583,7 +583,7 @@ def resolved(privacy: PrivacyConfig, performance: PerformanceConfig) -> Settings
     if privacy.bounds is not None and clipping == "flat":
         raise ValueError(
             f"max_grad_norm={privacy.max_grad_norm!r} with clipping='flat', which takes one "
-            "number; pass one number, or clipping='per_layer' for one bound per layer"
+            "number; bounds for the layers need clipping='per_layer'. Pass one of the two"
         )
     if privacy.clip_function == "automatic" and infinite:
         raise ValueError(

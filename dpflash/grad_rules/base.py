@@ -197,7 +197,7 @@ class Handles:
         return context.backward.forward.gate(group, self._batch_size, context.name)
 
     def __getitem__(self, name: str) -> Tensor | None:
-        """Return the handle [B, ...] on a parameter, or None if it is not trained."""
+        """Return a parameter's handle `[B, ...]`; None if the parameter is not trained."""
         if name not in self._slots:
             return None
         parameter = self._parameters.get(name)

@@ -46,7 +46,7 @@ def nan_outside(y: Tensor, outside: Tensor, forward: PrivateForward) -> Tensor:
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows of a table [V, E] at indices [B, T], with per-sample gradients for the handle."""
+    """Rows of a table [V, E] at indices [B, T]; the backward returns per-sample gradients."""
 
     @staticmethod
     def forward(
@@ -192,8 +192,8 @@ class PrivateEmbedding(PrivateModule):
             return indices.unsqueeze(0)
         raise PrivateRefusal(
             f"indices of embedding '{self._dpflash.name}' have one dimension, so they may be one "
-            "index per sample, or positions that all samples share. Write embedding(indices[:, "
-            "None]).squeeze(1) for one index per sample, or embedding(indices.expand(B, -1)) for "
-            "positions. If they are torch.unique values of the batch, look up the batch itself",
+            "index for each sample, or positions that all samples share. Write embedding("
+            "indices[:, None]).squeeze(1) for one index per sample, or embedding(indices.expand("
+            "B, -1)) for positions. Instead of torch.unique values, look up the batch itself",
             length=length,
         ) from None

@@ -141,7 +141,7 @@ class ExpertsUse:
 
 
 class _Projection(torch.autograd.Function):
-    """y_s = W_e x_s + b_e for each pair s with expert e; per-sample gradients for the handles."""
+    """y_s = W_e x_s + b_e for each pair s of expert e; the backward returns per-sample grads."""
 
     @staticmethod
     def forward(

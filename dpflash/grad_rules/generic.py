@@ -1,7 +1,7 @@
 """Rule for all other leaf layers: each sample runs with its own copy of the parameters.
 
-Under vmap over samples, the handles [B, ...] replace the parameters, and autograd's gradients for
-the handles are per-sample gradients. This rule is as slow as vmap. Common layers have faster
+Under vmap over samples, copies [B, ...] (handles) replace the parameters, and autograd's gradients
+for the copies are per-sample gradients. This rule is as slow as vmap. Common layers have faster
 rules.
 """
 

@@ -18,7 +18,7 @@ from .base import PrivateModule, Slot, autocast_dtype, taken
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T + b for x [B, T, I]; per-sample gradients for the handles of W and b.
+    """y = x W^T + b for x [B, T, I]; the backward returns per-sample gradients of W and b.
 
     If casts of `Float8Weight` are given, products with W are computed in float8.
     """

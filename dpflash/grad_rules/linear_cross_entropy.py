@@ -240,7 +240,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Losses [B] of x [B, T, E]. The backward returns gradients of W and b or their handles."""
+    """Losses [B] of x [B, T, E]; the backward returns summed or per-sample gradients of W, b."""
 
     @staticmethod
     def forward(

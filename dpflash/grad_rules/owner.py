@@ -282,7 +282,7 @@ class PrivateOwner(PrivateModule):
             if len(leaf) > 1 and places.setdefault(place, "positions") == "batch":
                 raise PrivateRefusal(
                     f"{described(self)} got a tensor whose first dimension is not the batch, for "
-                    "an argument that had one entry per sample in an earlier call; pass one entry "
+                    "an argument that had one entry for each sample before; pass one entry "
                     f"for each sample, or positions as [1, T]. {ALL_ROWS}",
                     shape=tuple(leaf.shape),
                     batch_size=batch_size,
@@ -466,7 +466,7 @@ class _Outside:
         return x
 
     def parameter(self, module: nn.Module, name: str) -> Any:
-        """Return the handle of a layer's parameter, as a vmap batch, for the owner's forward."""
+        """Return a layer's parameter for the owner's forward: one copy per sample, under vmap."""
         parameter = module._parameters[name]
         if parameter is None or not (parameter.requires_grad and torch.is_grad_enabled()):
             return parameter

@@ -110,10 +110,10 @@ class Units:
         if x.ndim and x.shape[0] == self.positions:
             return x
         raise PrivateRefusal(
-            f"input of layer '{layer}' does not have one entry for each row of users (unit_of) or "
-            "pairs, or for each token of packed documents ([rows, tokens, ...] or [rows * tokens, "
-            "...]). So the privacy unit of each entry is unknown. Pass all rows to the model in "
-            "one call, and call it on other data under torch.no_grad()",
+            f"input of layer '{layer}' does not have one entry for each of the rows of users "
+            "(unit_of) or pairs, or for each token of packed documents ([rows, tokens, ...] or "
+            "[rows * tokens, ...]). The privacy unit of each entry is unknown. Pass all rows to "
+            "the model in one call, and call it on other data under torch.no_grad()",
             shape=tuple(x.shape),
             batch=self.shape,
         ) from None

@@ -65,7 +65,7 @@ class Block:
         return self.bands, f"rounds of {self.bands}, and a logical batch that is not released"
 
     def remaining(self, events: int) -> int:
-        """Return how many more releases `events` more events allow, if no logical batch is lost."""
+        """Return how many more releases `events` more events allow if no logical batch is lost."""
         return events * self.bands + (-self.place % self.bands)
 
     @property
