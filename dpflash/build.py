@@ -560,8 +560,8 @@ def _warn_of_sizes(data_loader: DataLoader, plan: SamplingPlan, delta: float | N
     if 100 * cut > (delta or min(_USUAL_DELTA, 1 / entries)):
         warn(
             f"max_batch_size={most}: each epoch adds (1 + exp(epsilon)) * {cut:.2g} to delta, "
-            "since a batch may be truncated. So epsilon is infinite if delta is below "
-            f"{min(1, 2 * cut):.2g}, and too large if delta is near it; pass "
+            "since a batch may be truncated. So epsilon is infinite at delta < "
+            f"{min(1, 2 * cut):.2g}, and too large near it; pass "
             f"max_batch_size={plan.least_free_cut} or more",
         )
 
