@@ -194,7 +194,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     @property
     def ledger_head(self) -> str | None:
-        """SHA-256 of the ledger; saved elsewhere, it detects changes. None without a ledger."""
+        """SHA-256 of the ledger, to save elsewhere and detect changes. None without a ledger."""
         ledger = self._spending.ledger
         return None if ledger is None else ledger.head
 
@@ -320,7 +320,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
                 of `privacy`.
             epochs: number of epochs of the loader, >= 1.
             steps: number of logical batches, >= 1, in place of epochs; for a shuffled loader,
-                every epoch that these steps begin is counted.
+                an incomplete last epoch counts as a whole epoch.
             budget: a limit on the epsilon of past and future releases together, whereas
                 target_epsilon is the epsilon of the coming epochs or steps alone.
 

@@ -28,8 +28,8 @@ _OF_TOKENS = (nn.Linear.forward, nn.LayerNorm.forward, nn.RMSNorm.forward)
 def batch_second(model: nn.Module) -> set[int]:
     """Return the ids of a model's modules whose first input is [T, B, ...].
 
-    These are modules with ``batch_first=False``, and the linear layers and norms inside torch's
-    transformer layers, stacks of these layers, and attention that transposes its input.
+    These are modules with ``batch_first=False``. Linear layers and norms are included if they are
+    inside torch's transformer layers or stacks, or inside attention that transposes its input.
     """
     found: set[int] = set()
     for module in model.modules():

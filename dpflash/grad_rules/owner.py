@@ -358,7 +358,7 @@ def _is_equal(outputs: Any, expected: Any) -> bool:
 
 
 class PrivateSampleBySample(PrivateOwner):
-    """A module without parameters of its own whose layers do not get the batch first.
+    """A module without parameters of its own, whose layers get inputs without the batch first.
 
     For example, T5's first attention looks up positions `[T, T]` that all samples share, and in
     Swin's layers the first dimension is windows of samples. This class runs the module for each

@@ -58,8 +58,8 @@ class LongContextLM(nn.Module):
             (for the pattern its key). ``state_dict()`` stores them in its metadata.
 
     Raises:
-        ValueError: an argument is outside of the ranges above or, with context_parallel, refused
-            by `dpflash.distributed.context_parallel`.
+        ValueError: an argument is outside of the ranges above, or is not supported together with
+            context_parallel, see `dpflash.distributed.context_parallel`.
 
     Guarantees:
         If weights were saved with their metadata (as `torch.save` does), `load_state_dict` refuses

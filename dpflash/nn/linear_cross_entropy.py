@@ -72,7 +72,7 @@ class LinearCrossEntropy(nn.Linear):
             targets: `[B, T]` (or `[B, ...]`), int64 class indices, already shifted for next-token
                 prediction. A sample with a target outside of `0..V-1` has the loss NaN and a zero
                 gradient.
-            units: the `units` of a batch of `dpflash.packing`, whose samples are not rows of x.
+            units: the `units` of a batch of `dpflash.packing`, if its samples are not rows of x.
 
         Returns:
             `[B]`, float32 (float64 for float64), in nats. Without targets `[B, T, V]`.

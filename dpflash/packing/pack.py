@@ -165,8 +165,8 @@ class PackTo:
             tokens / rows. With a multiple of 64, a document's gradients have the same bits
             wherever it is packed, see docs/packing.md.
 
-    A document is a 1-D tensor or a list of token ids, or a mapping with such an ``input_ids`` and
-    optionally unshifted ``labels`` of the same length. A list of documents is one sample, whose
+    A document is a 1-D tensor or a list of token ids, or a mapping with ``input_ids`` of this type
+    and, if needed, unshifted ``labels`` of the same length. A list of documents is one sample: its
     documents are packed one after the other and do not attend to each other. Any other object has
     no tokens and contributes zero, see "One bad entry" in docs/training.md.
 

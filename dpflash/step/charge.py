@@ -33,7 +33,7 @@ class Charge:
 
     Attributes:
         releases: number of releases charged so far; each has its own noise.
-        block: the releases whose noise is correlated, or for which one event pays.
+        block: the group of releases with correlated noise, or charged as one event.
 
     Guarantees:
         The accountant and the ledger contain a release before `pay` returns its number.

@@ -165,7 +165,7 @@ class OpenBatch:
             self._clipper.begin_microbatch(1, None)
 
     def may_begin(self, new_epoch: bool, draw: int | None) -> bool:
-        """Return whether the budget allows to release one more logical batch, not yet sampled."""
+        """Return, before sampling, whether the budget allows to release the next logical batch."""
         noise_multiplier = self.options.noise_multiplier
         return self.charge.may_begin(noise_multiplier, new_epoch=new_epoch, draw=draw)
 

@@ -112,7 +112,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 
     @property
     def grid(self) -> float | None:
-        """The number of which exact sums are multiples, or None if sums are rounded."""
+        """Exact sums are multiples of this number, the grid; None if sums are rounded."""
         return grid_of(self.bound) if self.exact and math.isfinite(self.bound) else None
 
     def refuse_inexact(self, rows: int) -> None:
