@@ -59,9 +59,9 @@ def finite(**values: object) -> None:
 def noise_fits(*, max_grad_norm: float, noise_multiplier: float) -> None:
     """Refuse bounds and noise that float32 sums cannot represent. Without noise accept any bound.
 
-    With the values accepted, sums of 10^8 samples and noise of 300 standard deviations are below
-    float32's maximum, 3.4e38. The grid step of clipped gradients, 2^-30 of the bound, is above
-    float32's smallest number, and the noise's standard deviation is at least one grid step.
+    For accepted values, sums of 10^8 samples and noise of 300 standard deviations stay below
+    float32's maximum, 3.4e38. Clipped gradients are rounded to a step of 2^-30 of the bound. The
+    step is above float32's smallest number, and at most the noise's standard deviation.
     """
     positive(max_grad_norm=max_grad_norm)
     non_negative(noise_multiplier=noise_multiplier)
@@ -171,7 +171,7 @@ def did_you_mean(name: str, known: Iterable[str], *, always: bool = False) -> st
 
 
 def naming_unknown_fields(kind: type[_T]) -> type[_T]:
-    """Class decorator: in errors about unknown keywords of a dataclass, name similar fields."""
+    """Class decorator: errors about unknown keywords of a dataclass suggest similar fields."""
     init: Any = kind.__init__
     known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
 

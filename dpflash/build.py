@@ -282,7 +282,7 @@ _spendings: dict[int, tuple[ref[Any], list[tuple[Spending, set[Any] | None]]]] =
 
 
 def _is_trained_on(dataset: Any, spending: Spending) -> bool:
-    """Return whether another engine has releases from this dataset, but this engine has none.
+    """Return True if another engine trained on this dataset and this engine has no release yet.
 
     Two subsets of a dataset count as the same dataset if they have an entry in common.
     """
@@ -434,10 +434,10 @@ def calibrated(
     delta: float,
     state_memory: tuple[int, int] | None = None,
 ) -> tuple[SamplingPlan, int, float]:
-    """Return (plan, steps, noise multiplier), so that these steps spend (epsilon, delta).
+    """Return (plan, steps, noise multiplier) such that these steps spend (epsilon, delta).
 
     All ranks use the first rank's noise multiplier. If `state_memory` (see `memory_of_states`) is
-    passed, the returned plan has the number of bands with the least error.
+    passed, the plan's banded noise has the number of bands with the least expected error.
     """
     if steps is None:
         assert epochs is not None
@@ -448,8 +448,8 @@ def calibrated(
         one = plan.unit.split(": ")[-1]
         warn(
             f"target_delta={delta!r} is not below 1 / {plan.dataset_size}, the number of privacy "
-            f"units of the data: it would permit publishing one {one} as it is; choose "
-            "target_delta well below this value",
+            f"units of the data: such a guarantee would permit publishing one {one} unchanged; "
+            "choose target_delta well below this value",
         )
     if not spending.is_empty:
         warn(
@@ -474,7 +474,7 @@ def _with_bands(
     delta: float,
     state_memory: tuple[int, int],
 ) -> SamplingPlan:
-    """Return the plan with the bands of least error; with several, it samples cyclically."""
+    """Return the plan with the noise bands of least error; several need cyclic sampling."""
     parameters, memory = state_memory
     # The factor offsets the quotient's rounding, so that no part is smaller than a batch.
     size = math.floor(plan.batch_size / plan.sample_rate * (1 + 1e-9))
@@ -541,8 +541,8 @@ def _agree(
     found = ranks.gather(entries, "make_private")
     if len(set(found)) > 1:
         raise PrivateRefusal(
-            "make_private: data_loader.dataset has other entries, or unit_of gives these other "
-            "units, on another rank; pass the same dataset and units on all ranks (hash() of "
+            "make_private: data_loader.dataset has other entries, or unit_of returns other units "
+            "for them, on another rank; pass the same dataset and units on all ranks (hash() of "
             "texts and the order of a set differ between processes)",
             entries=found,
         ) from None
@@ -559,8 +559,8 @@ def _warn_of_sizes(data_loader: DataLoader, plan: SamplingPlan, delta: float | N
     cut = plan.event(1.0).failure() * plan.steps_per_epoch
     if 100 * cut > (delta or min(_USUAL_DELTA, 1 / entries)):
         warn(
-            f"max_batch_size={most}: each epoch adds (1 + exp(epsilon)) * {cut:.2g} to delta, for "
-            "the probability that a batch is truncated. So epsilon is infinite at delta < "
+            f"max_batch_size={most}: each epoch adds (1 + exp(epsilon)) * {cut:.2g} to delta, "
+            "since a batch may be truncated. So epsilon is infinite at delta < "
             f"{min(1, 2 * cut):.2g}, and too large near it; pass "
             f"max_batch_size={plan.least_free_cut} or more",
         )
@@ -618,8 +618,8 @@ def _check_foreign(unit: str, ranks: Ranks) -> None:
     """Refuse foreign_batches if a unit could be in several rows of such a batch."""
     if has_several_rows(unit):
         raise ValueError(
-            "foreign_batches=True with unit_of or Pairs: a unit may be in several rows of a batch "
-            "from elsewhere than the loader, each clipped by itself; leave foreign_batches out"
+            "foreign_batches=True with unit_of or Pairs: a unit may be in several rows of such a "
+            "batch, and each row is clipped by itself; leave foreign_batches out"
         )
     if ranks.everyone is not None:
         raise ValueError(
@@ -635,8 +635,8 @@ def _check_packed(
     if type(collate) is not PackTo:
         raise ValueError(
             f"data_loader.collate_fn={type(collate).__name__}, a subclass of PackTo: tensors that "
-            "the subclass adds to a batch (such as targets) may mix documents, and no trial tests "
-            "such tensors. Pass PackTo(...), and compute them from the batch in the loop"
+            "the subclass adds to a batch (such as targets) may mix documents, and no test covers "
+            "them. Pass PackTo(...), and compute these tensors from the batch in the loop"
         )
     if privacy.sampling == "shuffled":
         raise ValueError(
@@ -650,13 +650,13 @@ def _check_packed(
         )
     if performance.physical_batch_size is not None:
         raise ValueError(
-            f"physical_batch_size={performance.physical_batch_size} {packed}, which determines "
-            "the size of microbatches by its tokens and max_documents; leave it out"
+            f"physical_batch_size={performance.physical_batch_size} {packed}, whose tokens= and "
+            "max_documents= determine the size of microbatches; leave physical_batch_size out"
         )
     if ranks.context is not None and privacy.exact is True:
         raise ValueError(
-            f"exact=True {packed} on a mesh with a context dimension: a document's position in "
-            "the batch determines where ranks divide the document, and therefore the rounding; "
+            f"exact=True {packed} on a mesh with a context dimension: a document's rounding "
+            "depends on where ranks divide the document, and so on its position in the batch; "
             "leave exact='auto'"
         )
 
@@ -695,8 +695,8 @@ def _check_exact_packing(collate: PackTo, module: nn.Module) -> None:
     on_cpu = any(p.device.type == "cpu" for p in module.parameters())
     if on_cpu and collate.tokens % (EXACT_ALIGN * math.lcm(*range(1, threads + 1))):
         raise ValueError(
-            f"exact=True with PackTo(tokens={collate.tokens}) on {threads} CPU threads: a "
-            "document would be rounded differently if torch divides it among threads; "
+            f"exact=True with PackTo(tokens={collate.tokens}) on {threads} CPU threads: "
+            "torch may divide a document among threads, which changes the document's rounding; "
             "call torch.set_num_threads(2), make tokens a multiple of "
             f"{EXACT_ALIGN * math.lcm(*range(1, threads + 1))}, or leave exact='auto'"
         )

@@ -91,20 +91,20 @@ class PrivacyConfig:
             "random_allocation": each sample is in exactly one logical batch of each epoch, chosen
             at random and in secret. The first release of an epoch is charged the cost of the whole
             epoch, and noise_multiplier cannot be lowered before the epoch ends.
-        noise_mechanism: `dpflash.noise.Banded(bands=...)`, with sampling="cyclic_poisson", for
-            noise of which later releases subtract a part again. noise_multiplier and max_grad_norm
-            then cannot change during training. None, or one band, for independent noise. "auto",
-            only for `make_private_with_epsilon` without sampling=, chooses the number of bands
-            with the least error of the iterates (`dpflash.noise.compare_bands`) among the numbers
-            whose states fit into memory_budget, and the sampling that this number needs.
+        noise_mechanism: None, or one band, for independent noise; `dpflash.noise.Banded(bands=4)`
+            and sampling="cyclic_poisson" for correlated noise: later releases subtract a part of
+            it again. noise_multiplier and max_grad_norm then cannot change in training. With
+            "auto", and no sampling=, `make_private_with_epsilon` chooses sampling and number of
+            bands: of all numbers whose states fit into memory_budget, the number with the least
+            error of the iterates (`dpflash.noise.compare_bands`).
         max_batch_size: the largest number of samples in a Poisson-sampled logical batch; larger
             batches are truncated to it. Epsilon accounts for the truncation, which costs next to
             nothing if max_batch_size is well above batch_size. If physical_batch_size is at least
             max_batch_size, every logical batch is one microbatch of max_batch_size rows.
-        max_dataset_size: a public upper bound on the number of entries, whoever is in the dataset.
-            The probability that max_batch_size truncates a batch is computed for this number of
-            entries, so it is required for max_batch_size with dataset_size or sample_rate;
-            without max_batch_size it has no effect. A dataset with more entries is refused before
+        max_dataset_size: a public upper bound on the number of entries of any dataset that could
+            be used. The probability that max_batch_size truncates a batch is computed for this
+            number. So it is required for max_batch_size with dataset_size or sample_rate, and has
+            no effect without max_batch_size. A dataset with more entries is refused before
             training. Epsilon does not cover this refusal: pass a number with room to grow.
         dataset_size: a public size of the dataset. Sample rate, steps of an epoch and the divisor
             are computed from it alone; the number of entries is private, may differ, and is never
@@ -143,11 +143,11 @@ class PrivacyConfig:
             torch.backends.cudnn.conv.fp32_precision = "ieee").
         budget: a limit on the epsilon of all releases, past and future; a step that would exceed
             it raises `BudgetSpent` and releases nothing.
-        exact: "auto" sums clipped gradients exactly, on the grid 2^(floor(log2 max_grad_norm) -
-            30), wherever per-sample gradients exist (grad_sample_mode="instantiate", tiles, layers
-            other than linear and embedding layers), and never changes the mode. True chooses modes
-            that are exact for all parameters; False sums in float32 everywhere. Noise is exact in
-            each case. `engine.plan()` and `engine.rounded_sums` show the result.
+        exact: "auto" sums clipped gradients exactly, in multiples of 2^(floor(log2 max_grad_norm)
+            - 30), if per-sample gradients exist: with grad_sample_mode="instantiate", as tiles
+            (parts), and in layers other than linear and embedding layers. The mode stays the same.
+            True chooses modes that are exact for all parameters; False sums in float32 everywhere.
+            Noise is exact in each case. `engine.plan()` and `engine.rounded_sums` show the result.
         verify_first_batch: test on the first batches, and occasionally later, that the model and
             the loop compute each sample by itself, see `PrivacyEngine.verified`.
         example: a public batch of two or more samples (made up, or from another dataset), in the
@@ -157,8 +157,8 @@ class PrivacyConfig:
             the difference. The model does not train on this batch.
         foreign_batches: also accept batches that are not from the private loader. You guarantee
             that each row of such a batch is computed from one privacy unit, that no unit is in two
-            rows (no views of a sample, no padding rows, such as those of another private loader),
-            and that the batch's rows and their number were chosen without the private data. Each
+            rows, and that the rows and their number were chosen without the private data. So pass
+            no two views of a sample, and no padding rows (as another private loader adds). Each
             such batch costs a Gaussian step without amplification. From the first such batch on,
             epsilon is for "zero_out". With False a backward on such a batch is refused.
         allow_buffers: names of buffers, parameters and other entries of `state_dict()` that the
@@ -258,8 +258,8 @@ class PrivacyConfig:
         one_of(foreign_batches=(self.foreign_batches, (True, False)))
         if self.example is not None and not self.verify_first_batch:
             raise ValueError(
-                "example with verify_first_batch=False, which leaves its trial out; pass one of "
-                "the two arguments"
+                "example with verify_first_batch=False, which leaves its trial out: nothing would "
+                "be tested on the example; leave one of the two arguments out"
             )
         if self.exact not in ("auto", True, False) or not isinstance(self.exact, bool | str):
             raise ValueError(f"exact={self.exact!r}: expected 'auto', True or False")
@@ -467,8 +467,8 @@ class PerformanceConfig:
             "auto".
         cuda_graph: on a GPU, replay the model's forward and its clipped backward as CUDA graphs,
             so that a small model does not wait for Python. Losses, charge, noise and release run
-            without graphs. So do calls that a graph cannot hold: trials, dropout, hooks, several
-            calls before a backward, several ranks, and a model whose forward reads or keeps
+            without graphs. Isolation tests, dropout, hooks, several calls before a backward, and
+            several ranks also run without graphs, and so does a model whose forward reads or keeps
             tensors other than its arguments, parameters, buffers and outputs. Use few batch
             shapes. Each call overwrites the outputs of the previous call. Python values that the
             forward reads, such as a global, are read at the capture only, except numbers in the
@@ -583,7 +583,7 @@ def resolved(privacy: PrivacyConfig, performance: PerformanceConfig) -> Settings
     if privacy.bounds is not None and clipping == "flat":
         raise ValueError(
             f"max_grad_norm={privacy.max_grad_norm!r} with clipping='flat', which takes one "
-            "number: bounds of layers need clipping='per_layer'; pass one of the two"
+            "number; bounds for the layers need clipping='per_layer'. Pass one of the two"
         )
     if privacy.clip_function == "automatic" and infinite:
         raise ValueError(
@@ -641,7 +641,7 @@ def take_targets(
         held = getattr(privacy, name)
         if value is not None and held is not None:
             raise ValueError(
-                f"{name}={value!r} with privacy=, which has this field: pass it in one of the two"
+                f"{name}={value!r} with privacy=, which sets it too: pass it in one of the two"
             )
         if value is None and held is None:
             raise TypeError(f"make_private_with_epsilon needs {name}=")
@@ -732,7 +732,7 @@ def configs_of(
         elif own:
             key, value = next(iter(own.items()))
             raise ValueError(
-                f"{key}={value!r} with {name}=, which has this field: pass it in one of the two"
+                f"{key}={value!r} with {name}=, which also has this field: set it there alone"
             )
         built.append(held)
     return built[0], built[1]

@@ -84,7 +84,7 @@ def _of_run(
 
     Args:
         method: a method of PrivateRun.
-        by_name: whether the error that is raised without a private model names the method.
+        by_name: whether the error for a missing private model names the method.
     """
 
     @functools.wraps(method)
@@ -194,7 +194,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
 
     @property
     def ledger_head(self) -> str | None:
-        """SHA-256 of the ledger; saved elsewhere, it detects changes. None without a ledger."""
+        """SHA-256 of the ledger, to save elsewhere and detect changes. None without a ledger."""
         ledger = self._spending.ledger
         return None if ledger is None else ledger.head
 
@@ -320,7 +320,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
                 of `privacy`.
             epochs: number of epochs of the loader, >= 1.
             steps: number of logical batches, >= 1, in place of epochs; for a shuffled loader,
-                every epoch that these steps begin is counted.
+                an incomplete last epoch counts as a whole epoch.
             budget: a limit on the epsilon of past and future releases together, whereas
                 target_epsilon is the epsilon of the coming epochs or steps alone.
 
@@ -428,9 +428,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
         Guarantees:
             Sums, noise and charge of private batches are bit-equal with and without public
             batches. Epsilon covers the private data alone. Epsilon holds if the public data, its
-            order, weights and losses were chosen without the private data; of all values computed
-            from private data, they may depend on released parameters alone. Public data is not
-            protected.
+            order, weights and losses were chosen without the private data. They may depend on
+            released parameters, but on no other value computed from private data. Public data is
+            not protected.
         """
         run = self._running()
         run.step.public.refuse_ranks(self._ranks)
@@ -463,9 +463,9 @@ class PrivacyEngine(Uncopied, OnlySettable):
         return found if interval else found.upper
 
     def remaining_steps(self) -> int | None:
-        """Return how many more steps with the present noise the budget allows; None without one.
+        """Return how many more steps at the present noise the budget allows; None without budget.
 
-        With a shuffled loader: the rest of an epoch that was charged whole, plus whole epochs.
+        With a shuffled loader, count the rest of a charged epoch, and then whole epochs only.
         """
         return None if self._run is None else self._run.remaining_steps()
 
@@ -581,10 +581,10 @@ class PrivacyEngine(Uncopied, OnlySettable):
         - "by construction": the loop passes `backward` a function of one sample.
         - "model": the model was tested, but the loop was not, since a batch holds no tensor or
           list with an entry for each sample, is foreign, or comes from BatchMemoryManager.
-        - "gradients": like "model", but only the backward was tested, since samples could not be
-          replaced in any call of the model. Its layers are called one by one, it went through your
-          own torch.compile, or an argument that differs between calls is neither a tensor with the
-          samples first nor a list with an element for each sample.
+        - "gradients": like "model", but only the backward was tested, since the test found no call
+          of the model in which it could replace samples. The loop calls the layers one by one, or
+          the model went through your own torch.compile, or an argument that differs between calls
+          is neither a tensor with the samples first nor a list with an element for each sample.
         - "forward": like "model", but only the forward was tested, since it returns a scalar loss.
         """
         return self._described("verified").verified

@@ -267,7 +267,7 @@ def require_known(criterion: nn.Module) -> type[nn.Module]:
 def _checked_index(
     sample_index: Tensor, num_samples: int | None, targets: Tensor
 ) -> tuple[Tensor, int]:
-    """Return (sample index of each position, flattened, or B for no sample; B)."""
+    """Return (flat sample index of each position, B); a position of no sample has index B."""
     if num_samples is None:
         raise ValueError(
             "num_samples=None with sample_index: pass num_samples=batch.max_documents too"

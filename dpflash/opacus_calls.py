@@ -59,7 +59,7 @@ _REFUSED = {
 
 
 def without_defaults(unknown: Mapping[str, Any], *, mode: object) -> dict[str, Any]:
-    """Drop Opacus' arguments whose values have no effect here, with one warning, return the rest.
+    """Return `unknown` without Opacus' arguments that have no effect here, and warn of them.
 
     Args:
         unknown: keywords that the method does not have.
@@ -132,8 +132,8 @@ def require_own(**given: tuple[object, object]) -> None:
     for name, (value, own) in given.items():
         if value is not None and value is not own:
             raise ValueError(
-                f"{name}={type(value).__name__}: not the one that make_private returned, whose "
-                f"state a checkpoint contains; leave {name} out"
+                f"{name}={type(value).__name__}: expected the object that make_private returned, "
+                f"since a checkpoint contains its state; leave {name} out"
             )
 
 

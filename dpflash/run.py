@@ -144,14 +144,14 @@ class PrivateRun:
         if any(x.requires_grad for _, x in tensors_of(batch)):
             raise ValueError(
                 "engine.backward(loss_fn, batch): the batch holds outputs of the model. Pass the "
-                "losses that a function or criterion of your own makes of the outputs, "
+                "losses [B] that a function or criterion of your own makes from them, as in "
                 'engine.backward(F.cross_entropy(model(x), y, reduction="none")). Or replace '
                 f"loss_fn by a criterion object of torch: {NAMES_OF_CRITERIA}"
             )
         if mark is None or mark.units is not None or self.backward.loss_reduction is not None:
             raise ValueError(
-                "engine.backward(loss_fn, batch): takes batches of the private loader whose "
-                "samples are rows, and needs loss_reduction=None; pass the samples' losses instead"
+                "engine.backward(loss_fn, batch): takes batches of the private loader with a row "
+                "for each sample, and needs loss_reduction=None; pass the samples' losses instead"
             )
         recording = self.backward.recording
         with self.step.noting_refusals():
@@ -179,9 +179,9 @@ class PrivateRun:
             if not has_rows:
                 raise PrivateRefusal(
                     "engine.backward(loss_fn, batch): cannot tell which parts of the batch belong "
-                    "to one sample, since a list in it has an entry for each sample, but each "
-                    "entry also has as many rows as the batch has samples. Let collate_fn return "
-                    "a list of dicts, one for each sample, or pass the samples' losses"
+                    "to one sample: a list in the batch has as many entries as there are samples, "
+                    "but each entry also has that many rows. Let collate_fn return a list of "
+                    "dicts, one for each sample, or pass the samples' losses"
                 ) from None
             loss = loss_fn(self.model, sample)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -534,8 +534,8 @@ class PrivateRun:
 
         The run continues under new keys of noise and sampling, since another process may have
         resumed from the same checkpoint. Each continuation is a branch with a name in the ledger.
-        The epsilons of branches compose; `dpflash budget LEDGER LEDGER` counts the releases that
-        both ledgers contain once. Releases in the ledger that are later than the checkpoint stay
+        The epsilons of branches compose; `dpflash budget LEDGER LEDGER` counts a release that both
+        ledgers contain only once. Releases in the ledger that are later than the checkpoint stay
         counted. Without later releases, a seeded run continues bit for bit as if not stopped.
 
         Args:
@@ -720,7 +720,7 @@ class Attachment:
         """Raise if another engine must not take the model over.
 
         Raises:
-            ValueError: this engine exists, and has either no release yet or an open batch.
+            ValueError: the model's engine still exists, and has no release yet or an open batch.
         """
         step = self._run.step
         if not self.is_orphan and (step.is_open or not step.releases):

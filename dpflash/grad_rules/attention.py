@@ -136,7 +136,7 @@ class _SelfAttention(torch.autograd.Function):
 
 
 def _of_samples(terms: Tensor | None, units: Units | None) -> Tensor:
-    """Sum terms `[B, H, T]` over the tokens of each sample; return its gradient, `[B, H]`."""
+    """Return the gradient of each sample, `[B, H]`: `terms` `[B, H, T]` summed over tokens."""
     assert terms is not None
     return terms.sum(2) if units is None else units.summed(terms[0].mT)
 
@@ -196,7 +196,7 @@ class PrivateMultiheadAttention(PrivateModule):
     def _attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Documents, inner: Pattern
     ) -> Tensor:
-        """Compute attention, document by document if sinks or slopes are trained on documents."""
+        """Compute attention, with one call per document if its sinks or slopes are trained."""
         per_head = [child for child in (self.sinks, self.alibi_slopes) if child is not None]
         trained = [c for c in per_head if isinstance(c, PrivateModule) and c.is_private_call()]
         units = trained[0]._dpflash.units if trained else None

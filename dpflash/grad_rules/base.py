@@ -28,14 +28,14 @@ from .float8 import Float8Weight
 
 @dataclass(frozen=True)
 class Slot:
-    """A clipping gate, and a matrix parameter's index in it; the gate gets pairs (x, dy)."""
+    """A matrix parameter's index in a clipping gate, which gets pairs (input, output gradient)."""
 
     gate: Gate
     position: int
 
 
 def taken(slot: Slot | None, x: Tensor, dy: Tensor, *, swapped: bool = False) -> Tensor | None:
-    """Pass (x, dy) to the slot's gate (`Gate.take_linear`); without a slot return G."""
+    """Pass (x, dy) to `Gate.take_linear`; without a slot, return per-sample gradients dy^T x."""
     if slot is None:
         return per_sample_grad(x, dy)
     return slot.gate.take_linear(slot.position, x, dy, swapped=swapped)
@@ -58,9 +58,9 @@ class ModuleContext:
         longest: largest number of steps in the packed sequences that the module received.
         places: whether each one-dimensional argument is a "batch" or "positions"; keys are the
             call's structure and the argument's index.
-        left_out: the empty cache that was last left out of a call.
-        compared: the calls that were compared with a forward of the whole batch, as pairs
-            (structure of the arguments, which arguments belong to the batch).
+        left_out: the last empty key/value cache that was removed from a call's arguments.
+        compared: keys of the calls whose outputs were compared with a forward of the whole batch:
+            (structure of the arguments, vmap dimensions) or, in the generic rule, `training`.
     """
 
     backward: PrivateBackward
@@ -93,7 +93,7 @@ class ModuleContext:
 
     @property
     def units(self) -> Units | None:
-        """The units, if samples are not rows and the rule supports units; else None."""
+        """The samples as units (documents, users, pairs) if the rule supports units; else None."""
         units = self.backward.forward.units
         if units is None or self.takes_units or (self.takes_documents and not units.are_rows):
             return units
@@ -140,8 +140,8 @@ class ModuleContext:
         if self.units is None and found.ndim > x.ndim:
             raise PrivateRefusal(
                 f"input of module '{self.name}' has several rows of each sample in its first "
-                "dimension, such as [B n, ...]: it takes one sequence of each sample. Call it n "
-                "times on [B, ...], or freeze it with requires_grad_(False)"
+                "dimension, such as [B n, ...], but must have one sequence per sample. Call the "
+                "module n times on [B, ...], or freeze it with requires_grad_(False)"
             ) from None
         return found
 
@@ -160,7 +160,7 @@ class ModuleContext:
 
 
 class _OfPositions(torch.autograd.Function):
-    """Expands handles `[U, ...]` to each position of a unit; the backward sums over positions."""
+    """Repeats a unit's handle at each position of the unit; the backward sums over positions."""
 
     @staticmethod
     def forward(ctx: Any, handle: Tensor, units: Units) -> Tensor:
@@ -181,7 +181,7 @@ def of_units(handle: Tensor, units: Units) -> Tensor:
 
 
 class Handles:
-    """The handles of a module in one forward, by the names of its parameters."""
+    """Handles by parameter name: tensors [B, ...] whose gradients are per-sample gradients."""
 
     def __init__(self, module: PrivateModule, context: ModuleContext, batch_size: int):
         self._units = context.backward.forward.units if context.units is None else None
@@ -197,7 +197,7 @@ class Handles:
         return context.backward.forward.gate(group, self._batch_size, context.name)
 
     def __getitem__(self, name: str) -> Tensor | None:
-        """Return the handle [B, ...] on a parameter, or None if it is not trained."""
+        """Return a parameter's handle `[B, ...]`; None if the parameter is not trained."""
         if name not in self._slots:
             return None
         parameter = self._parameters.get(name)
@@ -227,9 +227,9 @@ class Handles:
         return handle
 
     def values(self, name: str) -> Tensor | None:
-        """Return a trained parameter's values [B, ...], whose gradient goes to `dense(name)`.
+        """Return a trained parameter's values [B, ...]; their gradient goes to `dense(name)`.
 
-        The handle of a sharded parameter expands a stand-in without the parameter's values.
+        A sharded parameter's handle holds no values, so the gathered values are added to it.
         """
         handle = self.dense(name)
         if handle is None:
@@ -349,9 +349,9 @@ def described(module: PrivateModule) -> str:
 def refuse_without_tensor(module: PrivateModule) -> NoReturn:
     """Refuse a call without a tensor from which the batch size could be inferred."""
     raise ValueError(
-        f"{described(module)} was called without a tensor, so its batch is unknown. Pass "
-        "the batch: its forward(self, x) can return x + self.weight, not self.weight alone; "
-        "or freeze it with requires_grad_(False)"
+        f"{described(module)} was called without a tensor, so the batch size is unknown. Let "
+        "its forward(self, x) take the batch, as in return x + self.weight; or freeze the "
+        "module with requires_grad_(False)"
     )
 
 
@@ -378,7 +378,7 @@ def plain_copy(module: nn.Module) -> nn.Module:
 
 
 def copy_to_store_in(module: nn.Module) -> nn.Module:
-    """Return a copy whose forward may store tensors, which later batches then do not see."""
+    """Return a copy of a module; tensors that its forward stores do not reach the module."""
     made, copies = plain_copy(module), dict[int, Any]()
     for name, value in made.__dict__.items():
         if name not in OF_TORCH:
@@ -396,7 +396,7 @@ def stored(module: nn.Module, own_copy: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _contents(module: nn.Module) -> dict[str, Any]:
-    """Return, for each attribute and buffer, a key that changes with the value or a part of it."""
+    """Map each attribute and buffer to a key that changes whenever its contents change."""
     held = {k: v for k, v in module.__dict__.items() if k not in {*OF_TORCH, "_dpflash"}}
     return {name: identity(value) for name, value in {**held, **module._buffers}.items()}
 

@@ -28,8 +28,8 @@ _OF_TOKENS = (nn.Linear.forward, nn.LayerNorm.forward, nn.RMSNorm.forward)
 def batch_second(model: nn.Module) -> set[int]:
     """Return the ids of a model's modules whose first input is [T, B, ...].
 
-    These are modules with ``batch_first=False``, and the linear layers and norms inside torch's
-    transformer layers, stacks of these layers, and attention that transposes its input.
+    These are modules with ``batch_first=False``. Linear layers and norms are included if they are
+    inside torch's transformer layers or stacks, or inside attention that transposes its input.
     """
     found: set[int] = set()
     for module in model.modules():
@@ -60,8 +60,8 @@ def samples_first(context: ModuleContext, x: Tensor) -> Tensor:
     """Transpose x [T, B, ...] to [B, T, ...].
 
     Raises:
-        PrivateRefusal: B is not the model's batch size: the first dimension in earlier layers
-            differed, or B is not the first dimension of any tensor that was passed to the model.
+        PrivateRefusal: B differs from the batch size in earlier layers, or from the first
+            dimension of every tensor that was passed to the model.
     """
     forward = context.backward.forward
     size, known = x.shape[1], forward.known_batch_size()
@@ -72,17 +72,17 @@ def samples_first(context: ModuleContext, x: Tensor) -> Tensor:
         return x.transpose(0, 1)
     raise PrivateRefusal(
         f"module '{context.name}' has batch_first=False, so the second dimension of its input is "
-        "the batch, but layers before it had another batch size, or no tensor that the model "
-        "got has as many entries in its first dimension. Build it with batch_first=True; or "
-        "give the model, and all other layers, inputs whose first dimension is the batch, and "
-        f"transpose the inputs of this module. {ALL_ROWS}",
+        "the batch. But earlier layers had another batch size, or no tensor that the model got "
+        "has this size in its first dimension. Build it with batch_first=True. Or put the batch "
+        "first in the inputs of the model and of all other layers, and transpose the inputs of "
+        f"this module. {ALL_ROWS}",
         shape=tuple(x.shape),
         known=known,
     ) from None
 
 
 class BatchSecond(nn.Module):
-    """First base class, before a layer's rule, of layers that take and return [T, B, ...]."""
+    """Mixin for layers with inputs and outputs [T, B, ...]; the layer's rule gets [B, T, ...]."""
 
     _dpflash: ModuleContext
 

@@ -118,9 +118,9 @@ def check_module(name: str, module: nn.Module, *, is_inside: bool = False) -> No
         )
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         raise ValueError(
-            f"module '{name}' ({type(module).__name__}) has max_norm={module.max_norm}: it "
-            "rewrites the rows that the data look up, trainable or not, so they would be released "
-            "without noise. Set max_norm=None"
+            f"module '{name}' ({type(module).__name__}) has max_norm={module.max_norm}: each "
+            "look-up rewrites rows of the table, trainable or not, and the changes would be "
+            "released without noise. Set max_norm=None"
         )
     check_routing(name, module)
     if not is_inside:
@@ -273,18 +273,18 @@ def _check_parametrized(name: str, module: nn.Module) -> None:
     parametrizations: Any = module.parametrizations
     if any(True for child in children for _ in child.parameters()):
         raise ValueError(
-            f"module '{name}' is parametrized and has layers below it, which has no rule for "
-            "private training. Call torch.nn.utils.parametrize.remove_parametrizations first"
+            f"module '{name}' is parametrized and has layers below it; no rule for private "
+            "training covers this. Call torch.nn.utils.parametrize.remove_parametrizations first"
         )
     for key, steps in parametrizations.items():
         for step in steps:
             if buffers := [n for n, _ in step.named_buffers()]:
                 raise ValueError(
                     f"module '{name}' computes its {key!r} by the parametrization "
-                    f"{type(step).__name__}, whose buffers {buffers} a forward may change and "
+                    f"{type(step).__name__}. A forward may change its buffers {buffers}, which "
                     "would be released without noise. Call torch.nn.utils.parametrize."
                     f"remove_parametrizations(module, {key!r}) first, or use one without buffers "
-                    "(orthogonal has none with use_trivialization=False)"
+                    "(such as orthogonal with use_trivialization=False)"
                 )
 
 

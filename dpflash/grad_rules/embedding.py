@@ -26,7 +26,7 @@ _LOOK_UP = nn.Embedding.forward
 
 
 def inside(indices: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return (indices with 0 for those outside of a table, whether each was outside).
+    """Replace indices outside of a table by 0; return (indices, mask of the replaced indices).
 
     Does not wait for the device.
     """
@@ -46,7 +46,7 @@ def nan_outside(y: Tensor, outside: Tensor, forward: PrivateForward) -> Tensor:
 
 
 class _Embedding(torch.autograd.Function):
-    """Rows of a table [V, E] at indices [B, T], with per-sample gradients for the handle."""
+    """Rows of a table [V, E] at indices [B, T]; the backward returns per-sample gradients."""
 
     @staticmethod
     def forward(
@@ -94,7 +94,7 @@ class Tables(TorchFunctionMode):
     """In this context, indices outside of a table raise no error.
 
     Args:
-        forward: forward of a private model, see `nan_outside`. If None, row 0 is looked up.
+        forward: a private model's forward, to use `nan_outside`; None to look up row 0.
     """
 
     def __init__(self, forward: PrivateForward | None = None) -> None:
@@ -191,10 +191,9 @@ class PrivateEmbedding(PrivateModule):
         if context.has_positions:
             return indices.unsqueeze(0)
         raise PrivateRefusal(
-            f"indices of embedding '{self._dpflash.name}' have one dimension, which may be one "
-            "index for each sample, or positions that all samples share (or torch.unique values "
-            "of the batch: look up the batch itself). Write embedding(indices[:, "
-            "None]).squeeze(1) for one index per sample, or embedding(indices.expand(B, -1)) "
-            "for positions",
+            f"indices of embedding '{self._dpflash.name}' have one dimension, so they may be one "
+            "index for each sample, or positions that all samples share. Write embedding("
+            "indices[:, None]).squeeze(1) for one index per sample, or embedding(indices.expand("
+            "B, -1)) for positions. Instead of torch.unique values, look up the batch itself",
             length=length,
         ) from None

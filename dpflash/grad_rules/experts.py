@@ -74,7 +74,7 @@ class Routing:
 
 
 class _Sorted(torch.autograd.Function):
-    """x[order] for x `[S, ...]` and a permutation `order`, with a backward that needs no sum."""
+    """x[order] for x `[S, ...]` and a permutation `order`; the backward inverts the order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class _Sorted(torch.autograd.Function):
 
 
 class ExpertsUse:
-    """Computes G_i of the experts' weights by segments; see `clipping.deferred.TiledUse`.
+    """Per-sample gradients of the experts' weights, see `clipping.deferred.TiledUse`.
 
     Args:
         x: `[S, I]`, sorted.
@@ -114,7 +114,7 @@ class ExpertsUse:
         return tuple(t.reshape(self.batch_size, pairs, t.shape[1]) for t in self._given)
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """Yield one tile for each (sample, expert) with tokens; G is 0 elsewhere."""
+        """Yield one tile for each (sample, expert) with tokens; other gradients are zero."""
         tiles = [
             (slice(sample, sample + 1), slice(expert, expert + 1))
             for sample, expert, _, _ in self._routing.of_samples()
@@ -141,7 +141,7 @@ class ExpertsUse:
 
 
 class _Projection(torch.autograd.Function):
-    """y_s = W_e x_s + b_e for each pair s with expert e; per-sample gradients for the handles."""
+    """y_s = W_e x_s + b_e for each pair s of expert e; the backward returns per-sample grads."""
 
     @staticmethod
     def forward(
@@ -190,7 +190,7 @@ class _Projection(torch.autograd.Function):
 
 
 class PrivateExperts(PrivateModule):
-    """Experts for hidden states `[B T, I]`, which a router chooses; see `is_experts`.
+    """The experts of a mixture, applied to hidden states `[B T, I]`; see `is_experts`.
 
     Frozen experts also run by segments, so that a sample's rounding depends on its own tokens.
     """

@@ -1,9 +1,8 @@
 """Replaces or refuses torch functions whose results would be wrong in a module under vmap.
 
-vmap stacks the tables of all samples and looks up in the stack, so `padding_idx` would be a row of
-the first sample's table only. Under vmap all tensors have requires_grad=False. So attention would
-choose a kernel without a gradient for its mask, and hooks that depend on the flag would be left
-out.
+vmap stacks the embedding tables of all samples, so `padding_idx` would be a row of the first
+table only. Under vmap all tensors have requires_grad=False. So attention would choose a kernel
+without a gradient for its mask, and code that checks requires_grad would register no hooks.
 """
 
 from __future__ import annotations
@@ -102,8 +101,8 @@ class PerSampleFunctions(TorchFunctionMode):
             return rows
         if not -weight.shape[0] <= padding_idx < weight.shape[0]:
             raise ValueError(
-                f"module '{self._name}' looks up with padding_idx={padding_idx}: expected a row "
-                f"of its table, which has {weight.shape[0]}"
+                f"module '{self._name}' looks up with padding_idx={padding_idx}: expected the "
+                f"index of one of the {weight.shape[0]} rows of its table"
             )
         is_padding = (indices == padding_idx % weight.shape[0]).unsqueeze(-1)
         return torch.where(is_padding, rows.detach(), rows)

@@ -1,7 +1,7 @@
 """Rule for all other leaf layers: each sample runs with its own copy of the parameters.
 
-Under vmap over samples, the handles [B, ...] replace the parameters, and autograd's gradients for
-the handles are per-sample gradients. This rule is as slow as vmap. Common layers have faster
+Under vmap over samples, copies [B, ...] (handles) replace the parameters, and autograd's gradients
+for the copies are per-sample gradients. This rule is as slow as vmap. Common layers have faster
 rules.
 """
 
@@ -96,8 +96,8 @@ class PrivateLeaf(PrivateModule):
         if len(sizes) > 1 or is_flattened and len(rows) > 1:
             raise PrivateRefusal(
                 f"tensor arguments of {described(self)} have different first dimensions, or "
-                "samples in some and tokens in others; the generic rule needs the batch first in "
-                f"each. {ALL_ROWS}",
+                "samples in some and tokens in others; the first dimension of each argument must "
+                f"be the batch. {ALL_ROWS}",
                 rows=rows,
                 sizes=sizes,
             ) from None
@@ -155,12 +155,11 @@ class PrivateLeaf(PrivateModule):
                     ) from None
                 if self._writes_parameters(given):
                     raise RuntimeError(
-                        f"{described(self)} writes its parameters in its forward, which would "
-                        "be released without noise. Compute other values from them, as in "
-                        "F.linear(x, self.weight * self.mask), or mask, normalize and limit "
-                        "weights (torch.renorm) after optimizer.step() if loader.is_last. To "
-                        "initialize by the first batch, run a forward of public data before "
-                        "make_private"
+                        f"{described(self)} writes its parameters in its forward; the new values "
+                        "would be released without noise. Use values computed from them, as in "
+                        "F.linear(x, self.weight * self.mask); or change the weights (as by "
+                        "torch.renorm) after optimizer.step() if loader.is_last. To initialize "
+                        "by the first batch, run a forward of public data before make_private"
                     ) from error
                 if not ("vmap" in str(error) or "functorch" in str(error)):
                     raise
@@ -212,7 +211,7 @@ class PrivateLeaf(PrivateModule):
         self._dpflash.compared.add(mode)
 
     def _writes_parameters(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
-        """Return whether a forward writes its parameters, by a run without the samples' values."""
+        """Run a forward on ones, not the samples; return whether it writes its parameters."""
         # Run with larger values, since a mask or a norm limit may not change the current values.
         own = {
             n: x.detach() + 1e4 if x.is_floating_point() else x.detach()
@@ -291,7 +290,7 @@ def _is_of_samples(x: Any) -> bool:
 
 
 def _is_mixed(outputs: Any, expected: Any) -> bool:
-    """Return whether most rows of `outputs` differ from `expected`, those of the whole batch.
+    """Return whether most rows differ from `expected`, the outputs for the whole batch.
 
     A few rows may differ although samples are not mixed: rounding may change an argmax.
     """

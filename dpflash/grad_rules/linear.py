@@ -18,7 +18,7 @@ from .base import PrivateModule, Slot, autocast_dtype, taken
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T + b for x [B, T, I]; per-sample gradients for the handles of W and b.
+    """y = x W^T + b for x [B, T, I]; the backward returns per-sample gradients of W and b.
 
     If casts of `Float8Weight` are given, products with W are computed in float8.
     """
@@ -87,7 +87,7 @@ class PrivateLinear(PrivateModule):
         if x.ndim == 1:
             raise PrivateRefusal(
                 f"input of module '{self._dpflash.name}' has no batch; a private linear layer "
-                "needs the batch first: [B, ..., features]; make one call of all rows"
+                "needs the batch first: [B, ..., features]; pass all rows in one call"
             ) from None
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         assert weight is not None

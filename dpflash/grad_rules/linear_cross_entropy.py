@@ -110,7 +110,7 @@ class Head:
         return dx, dweight, dbias
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """See `TiledUse`; a tile has at most as many logits as a chunk."""
+        """Yield tiles with at most as many logits as a chunk, see `TiledUse`."""
         (batch, tokens, width), classes = self.x.shape, self.weight.shape[0]
         length = max(1, min(tokens, _TILE_TOKENS))
         group = max(1, min(batch, _TILE_TOKENS // length))
@@ -135,10 +135,10 @@ class Head:
 
 
 class UnitsHead:
-    """The gradients of a head whose samples are units; see `TiledUse`.
+    """Computes a head's gradients for samples of several rows or tokens (units), see `TiledUse`.
 
     Args:
-        head: a head with the `[1, n]` tokens of all units.
+        head: the head, with the tokens of all units in one row, `[1, n]`.
         units: the samples.
     """
 
@@ -166,7 +166,7 @@ class UnitsHead:
         )
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """See `TiledUse`; yields all tiles of one unit before those of the next unit."""
+        """Yield tiles unit by unit, see `TiledUse`."""
         for unit in range(self.batch_size):
             for _, rows in self._of(unit).tiles():
                 yield slice(unit, unit + 1), rows
@@ -196,12 +196,12 @@ class UnitsHead:
 
 
 def _sums(x: Tensor, units: Units | None) -> Tensor:
-    """Sum over the tokens of each loss: rows of x `[B, T]`, or documents of x `[1, n]`."""
+    """Sum x over the tokens of each loss: a row of `[B, T]`, or a document in `[1, n]`."""
     return x.sum(1) if units is None or units.are_rows else units.summed(x[0])
 
 
 def _of_tokens(values: Tensor, units: Units | None, tokens: int) -> Tensor:
-    """Return the value of each token's loss, to broadcast to the tokens: `[B, 1]` or `[1, n]`."""
+    """Expand one value per loss to one per token: `[B, 1]`, to broadcast, or `[1, n]`."""
     if units is None or units.are_rows:
         return values.unsqueeze(1)
     return units.of_entries(values, tokens).unsqueeze(0)
@@ -240,7 +240,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Losses [B] of x [B, T, E]. The backward returns gradients of W and b or their handles."""
+    """Losses [B] of x [B, T, E]; the backward returns summed or per-sample gradients of W, b."""
 
     @staticmethod
     def forward(
@@ -326,8 +326,8 @@ class PrivateLinearCrossEntropy(PrivateLinear):
         current = self._dpflash.backward.forward.units
         if units != (None if current is None or current.are_rows else current):
             raise ValueError(
-                f"head '{self._dpflash.name}' got the units of another batch than the loader "
-                "yielded last: iterate over the loader that make_private returned, or call "
+                f"head '{self._dpflash.name}' got the units of another batch, not of the private "
+                "loader's latest: iterate over the loader that make_private returned, or call "
                 "engine.prepare(batch) before the model"
             )
         self.check(x, targets)  # type: ignore[operator]

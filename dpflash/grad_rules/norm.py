@@ -140,7 +140,7 @@ class PrivateRMSNorm(PrivateModule):
 
 
 def _spans(units: Units | None, x: Tensor) -> tuple[tuple[int, int], ...] | None:
-    """Return the spans of the units in x `[1, n, ...]`; None if samples are rows."""
+    """Return (first, end) of each unit in x `[1, n, ...]`; None if samples are rows."""
     return None if units is None else units.spans_of(x.shape[1])
 
 

@@ -1,4 +1,4 @@
-"""Restores the shapes that a module's outputs have, after the module ran under vmap.
+"""Restores the shapes of a module's outputs after a run of the module under vmap.
 
 For example, a router takes tokens `[B, n, E]` or `[B n, E]` and returns scores `[B n, k]`.
 """

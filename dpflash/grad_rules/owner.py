@@ -1,9 +1,9 @@
 """Rule for parameters of a module that also has layers below it, such as the class token of ViT.
 
-The module's forward runs under vmap over samples, with the handles `[B, ...]` in place of its own
-parameters. So every operation between a parameter and the data sees one sample and that sample's
-copy of the parameter. The layers below run outside of vmap, on the whole batch, with their own
-rules. If the forward reads a parameter of a layer below, as Mamba reads the weight of its
+The module's forward runs under vmap over samples, with a copy of its own parameters for each
+sample: the handles `[B, ...]`. So every operation between a parameter and the data sees one sample
+and its copy of the parameter. The layers below run outside of vmap, on the whole batch, with their
+own rules. If the forward reads a parameter of a layer below, as Mamba reads the weight of its
 convolution, it reads that layer's handle.
 """
 
@@ -193,8 +193,8 @@ class PrivateOwner(PrivateModule):
         return outputs
 
     def _is_to_compare(self, call: tuple[str, tuple[int | None, ...]]) -> bool:
-        """Return whether to compare with a forward of the batch: if the forward is recorded, if
-        its arguments are new, or if other arguments than before belong to the batch.
+        """Return whether to compare this call's outputs with a forward of the whole batch: in a
+        test that asks for it, else if no call with such arguments was compared before.
         """
         backward = self._dpflash.backward
         if backward.forward.rows is not None:
@@ -214,7 +214,7 @@ class PrivateOwner(PrivateModule):
         """Return the outputs of the module's own forward for the batch; None if they are random.
 
         Raises:
-            PrivateRefusal: outputs are random, and without dropout differ from single samples.
+            PrivateRefusal: outputs are random, and depend on other samples even without dropout.
             RuntimeError: the forward sets an attribute.
         """
         random_state, attributes = RandomState(device), OwnAttributes(self.named_modules())
@@ -281,9 +281,9 @@ class PrivateOwner(PrivateModule):
         if place is not None:
             if len(leaf) > 1 and places.setdefault(place, "positions") == "batch":
                 raise PrivateRefusal(
-                    f"{described(self)} got a tensor with another first dimension than the batch, "
-                    "as an argument that had one entry for each sample before; pass one entry for "
-                    f"each sample, or positions as [1, T]. {ALL_ROWS}",
+                    f"{described(self)} got a tensor whose first dimension is not the batch, for "
+                    "an argument that had one entry for each sample before; pass one entry "
+                    f"for each sample, or positions as [1, T]. {ALL_ROWS}",
                     shape=tuple(leaf.shape),
                     batch_size=batch_size,
                 ) from None
@@ -291,7 +291,7 @@ class PrivateOwner(PrivateModule):
             raise PrivateRefusal(
                 f"{described(self)} got a tensor whose first dimension is not the batch. If all "
                 "samples share the tensor and it does not depend on layers that are trained, "
-                f"pass it as x[None], else with the batch first. {ALL_ROWS}",
+                f"pass it as x[None]. Otherwise put the batch first. {ALL_ROWS}",
                 shape=tuple(leaf.shape),
                 batch_size=batch_size,
             ) from None
@@ -358,7 +358,7 @@ def _is_equal(outputs: Any, expected: Any) -> bool:
 
 
 class PrivateSampleBySample(PrivateOwner):
-    """A module without parameters of its own whose layers do not get the batch first.
+    """A module without parameters of its own, whose layers get inputs without the batch first.
 
     For example, T5's first attention looks up positions `[T, T]` that all samples share, and in
     Swin's layers the first dimension is windows of samples. This class runs the module for each
@@ -390,7 +390,7 @@ def _refuse_recurrent(owner: str, layer: nn.RNNBase) -> NoReturn:
     raise ValueError(
         f"{owner} has parameters of its own and calls a layer {plain_class(layer).__name__} "
         "itself; call the layer in a module without parameters of its own, which takes and "
-        "returns batch-first tensors only, also a state [B, layers, H] that it transposes inside"
+        "returns batch-first tensors. It can take a state [B, layers, H] and transpose it inside"
     )
 
 
@@ -451,7 +451,7 @@ class _Outside:
         return made
 
     def output(self, x: Tensor) -> Tensor:
-        """Return the owner's output for one sample; raise if it has no dimension."""
+        """Return the owner's output for one sample; raise if the output is a scalar."""
         if not x.ndim:
             raise ValueError(
                 f"{self.owner} returned a number for one sample; a module with parameters of its "
@@ -466,7 +466,7 @@ class _Outside:
         return x
 
     def parameter(self, module: nn.Module, name: str) -> Any:
-        """Return the handle of a layer's parameter, as a vmap batch, for the owner's forward."""
+        """Return a layer's parameter for the owner's forward: one copy per sample, under vmap."""
         parameter = module._parameters[name]
         if parameter is None or not (parameter.requires_grad and torch.is_grad_enabled()):
             return parameter
@@ -553,7 +553,7 @@ class _Outside:
         return _functorch._add_batch_dim(_widened(x, self.dtype), 0, self.level)
 
     def _whole(self, x: Any, is_bare: bool) -> Any:
-        """Return `[B, ...]` for a vmap batch whose samples are `[1, ...]`, or bare (`[...]`)."""
+        """Convert a vmap batch of `[1, ...]` (of `[...]` if `is_bare`) to a tensor `[B, ...]`."""
         if not isinstance(x, Tensor) or not _functorch.is_batchedtensor(x):
             return x
         row = x if is_bare else x.squeeze(0)

@@ -20,7 +20,7 @@ from .generic import PrivateLeaf
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Return whether a module is a PEFT layer that owns its ParameterDict and all below it."""
+    """Return whether a module is a PEFT layer that owns a ParameterDict and all modules below."""
     if not type(module).__module__.startswith("peft.tuners."):
         return False
     return any(
@@ -38,7 +38,7 @@ def makes_prompts(module: nn.Module) -> bool:
 class PrivatePrompts(PrivateModule):
     """A model of prompt tuning or p-tuning that encodes the prompt once per sample.
 
-    PEFT encodes one prompt and repeats the result, so its gradient would be a sum over samples.
+    PEFT encodes one prompt for all samples, so the gradient would be a sum over samples.
     """
 
     def get_prompt(

@@ -102,8 +102,8 @@ def _run(
 ) -> tuple[Tensor, ...]:
     """Run the forward of one layer in one direction by torch's operator.
 
-    Padding runs through the layer, too. With torch's operator for packed sequences, a sample's
-    bits would depend on how many other samples have as many steps.
+    Padding runs through the layer, too. torch's operator for packed sequences is not used, since
+    a sample's bits would depend on the lengths of other samples.
     """
     forward, has_bias = CELLS[mode][0], weights.bias_ih is not None
     states = [h.unsqueeze(0).contiguous() for h in (h0, c0) if h is not None]
@@ -199,8 +199,8 @@ class PrivateRecurrent(PrivateModule):
     """`nn.LSTM`, `nn.GRU` or `nn.RNN` with the outputs of the plain module.
 
     The forward is torch's. The backward recomputes all gates in one product from the states, and
-    then loops over the steps in Python. The backward therefore needs more time and memory than
-    that of the plain module, most of all with grad_sample_mode="ghost".
+    then loops over the steps in Python. So the backward needs more time and memory than the plain
+    module's backward, most of all with grad_sample_mode="ghost".
 
     A PackedSequence is padded to the longest sequence that the module has received. It must be
     packed with ``enforce_sorted=False``. Unpack with `total_length`: otherwise later layers'
@@ -208,8 +208,8 @@ class PrivateRecurrent(PrivateModule):
 
     Guarantees:
         Row i of all outputs depends only on row i of the inputs and states. For packed sequences
-        this holds up to rounding: the longest length is not public, and another longest length may
-        change how products of all samples round. For an exact bound, pad to a public length.
+        this holds up to rounding: the longest length, which is private, may change the rounding of
+        products of all samples. For an exact bound, pad to a public length.
         States that a loop carries over to the next batch are data of other samples, whose
         contribution is not bounded.
     """

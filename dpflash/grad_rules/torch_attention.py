@@ -1,4 +1,4 @@
-"""Rule for torch.nn.MultiheadAttention: projections use handles; PyTorch computes attention.
+"""Rule for torch.nn.MultiheadAttention: replaces the projections, but not the attention.
 
 Letters: B samples, H heads, T query tokens, S key tokens, E model dim.
 """
@@ -82,7 +82,7 @@ def _together(sources: list[Tensor], grads: tuple[Tensor, ...]) -> tuple[Tensor,
 class PrivateTorchMultiheadAttention(PrivateModule):
     """`torch.nn.MultiheadAttention` with the outputs, weights and masks of the plain module.
 
-    With gradients it never uses torch's fused path, which reads parameters instead of the handles.
+    With gradients it never uses torch's fused path, which would bypass per-sample gradients.
     Without gradients (evaluation under `no_grad`) the plain module runs.
     """
 
@@ -180,7 +180,7 @@ class PrivateTorchMultiheadAttention(PrivateModule):
     def _project(
         self, handles: Handles, name: str, sources: list[Tensor], rows: list[int], start: int = 0
     ) -> tuple[Tensor, ...]:
-        """Project each source by its `rows` of weight `name`, and biases from `start` on."""
+        """Project source i by the next rows[i] rows of weight `name`; biases begin at `start`."""
         weight, bias = self._parameters[name], self._parameters["in_proj_bias"]
         assert weight is not None
         outputs, inputs = weight.shape

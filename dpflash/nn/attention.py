@@ -45,7 +45,7 @@ class PerHead(nn.Module):
 class MultiheadAttention(nn.Module):
     """Multi-head attention: projections to q, k and v, attention, and an output projection.
 
-    Self-attention uses one fused projection, `qkv_proj`, whose rows are those of q, k and v, in
+    Self-attention uses one fused projection, `qkv_proj`, whose rows project to q, k and v, in
     this order, as in torch's `in_proj_weight`. With ``self_attention=False`` the module has
     `q_proj`, `k_proj` and `v_proj`, and keys and values may come from other tensors.
 

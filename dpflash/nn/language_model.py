@@ -51,19 +51,19 @@ class LongContextLM(nn.Module):
             `dpflash.distributed.ContextParallel`. The model then receives this rank's part of the
             tokens and targets, as `dpflash.distributed.shard_sequence` divides them.
         chunked_loss: whether the head is a `LinearCrossEntropy`, so that a call with targets never
-            holds all logits. Its parameters are those of `torch.nn.Linear`.
+            holds all logits. It has the parameters of a `torch.nn.Linear`.
 
     Attributes:
         architecture: the arguments that determine what the model computes, as plain values
             (for the pattern its key). ``state_dict()`` stores them in its metadata.
 
     Raises:
-        ValueError: an argument is outside of the ranges above or, with context_parallel, refused
-            by `dpflash.distributed.context_parallel`.
+        ValueError: an argument is outside of the ranges above, or is not supported together with
+            context_parallel, see `dpflash.distributed.context_parallel`.
 
     Guarantees:
-        `load_state_dict` refuses the weights of a model with another number of heads, although
-        names and shapes are equal, if the metadata was saved too (as `torch.save` does).
+        If weights were saved with their metadata (as `torch.save` does), `load_state_dict` refuses
+        weights of a model with another number of heads, even if names and shapes are equal.
     """
 
     takes_context_parallel = True

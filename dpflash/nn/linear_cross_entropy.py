@@ -16,7 +16,7 @@ class LinearCrossEntropy(nn.Linear):
 
     Losses and gradients equal those of ``dpflash.losses.cross_entropy(F.linear(x, W, b),
     targets)``, but only one chunk of logits exists at a time: the backward recomputes the logits.
-    The parameters are those of `torch.nn.Linear`, so ``head.weight = embedding.weight`` ties
+    The layer has the parameters of `torch.nn.Linear`, so ``head.weight = embedding.weight`` ties
     them. Without targets the layer returns the logits.
 
     Letters: B samples, T tokens, E features, V classes.
@@ -72,7 +72,7 @@ class LinearCrossEntropy(nn.Linear):
             targets: `[B, T]` (or `[B, ...]`), int64 class indices, already shifted for next-token
                 prediction. A sample with a target outside of `0..V-1` has the loss NaN and a zero
                 gradient.
-            units: the `units` of a batch of `dpflash.packing`, whose samples are not rows of x.
+            units: the `units` of a batch of `dpflash.packing`, if its samples are not rows of x.
 
         Returns:
             `[B]`, float32 (float64 for float64), in nats. Without targets `[B, T, V]`.

@@ -29,11 +29,11 @@ class AdamBC(torch.optim.Optimizer):
 
     Args:
         params, lr, betas, eps, weight_decay: see `torch.optim.AdamW`.
-        floor: lower bound of the second moment, as a fraction of the noise's variance, > 0. A step
-            is at most 1 / sqrt(floor) times as long as if only the noise were in the denominator.
-            None means 3 sqrt(2 (1 - beta2) / (1 + beta2)), 0.09 for the default betas: three
-            standard deviations of v, divided by the mean of v, if gradients are noise alone. The
-            paper's floor, gamma', is an absolute value, which must be chosen for each noise.
+        floor: lower bound of the second moment, as a fraction of the noise's variance, > 0. So a
+            step is at most 1 / sqrt(floor) times as long as a step with the denominator s. None
+            means 3 sqrt(2 (1 - beta2) / (1 + beta2)), 0.09 for the default betas: for gradients
+            of noise alone, three standard deviations of v divided by the mean of v. The paper's
+            floor, gamma', is an absolute value, which must be chosen for each noise.
 
     Guarantees:
         A step is computed only from releases and public numbers, so it costs no epsilon.

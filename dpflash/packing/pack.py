@@ -165,8 +165,8 @@ class PackTo:
             tokens / rows. With a multiple of 64, a document's gradients have the same bits
             wherever it is packed, see docs/packing.md.
 
-    A document is a 1-D tensor or a list of token ids, or a mapping with such an ``input_ids`` and
-    optionally unshifted ``labels`` of the same length. A list of documents is one sample, whose
+    A document is a 1-D tensor or a list of token ids, or a mapping with ``input_ids`` of this type
+    and, if needed, unshifted ``labels`` of the same length. A list of documents is one sample: its
     documents are packed one after the other and do not attend to each other. Any other object has
     no tokens and contributes zero, see "One bad entry" in docs/training.md.
 
@@ -183,7 +183,7 @@ class PackTo:
             )
         if tokens // rows % align:
             raise ValueError(
-                f"align={align} in rows of {tokens // rows} tokens: expected a divisor of that"
+                f"align={align} in rows of {tokens // rows} tokens: must divide the row's length"
             )
         self.tokens = tokens
         self.max_documents = max_documents
@@ -308,7 +308,7 @@ def _entries(units: Units, given: Sequence[Parts]) -> dict[str, Tensor]:
 
 
 def cu_seqlens_of(units: Units, inner: Iterable[int]) -> Tensor:
-    """Return ``cu_seqlens`` of a `PackedBatch`; `inner` are borders of documents in a sample."""
+    """Return ``cu_seqlens`` of a `PackedBatch`; `inner`: borders between a sample's documents."""
     rows, width = units.shape
     borders = {0, units.positions, *(end for span in units.spans for end in span), *inner}
     borders |= set(range(0, units.positions, width))

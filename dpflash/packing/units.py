@@ -112,8 +112,8 @@ class Units:
         raise PrivateRefusal(
             f"input of layer '{layer}' does not have one entry for each of the rows of users "
             "(unit_of) or pairs, or for each token of packed documents ([rows, tokens, ...] or "
-            "[rows * tokens, ...]), so the privacy unit of the input's entries is unknown. Pass "
-            "all rows to the model in one call, and call it on other data under torch.no_grad()",
+            "[rows * tokens, ...]). The privacy unit of each entry is unknown. Pass all rows to "
+            "the model in one call, and call it on other data under torch.no_grad()",
             shape=tuple(x.shape),
             batch=self.shape,
         ) from None
@@ -149,7 +149,7 @@ class Units:
         return pad_sequence(entries, batch_first=True)
 
     def describes(self, x: Tensor) -> bool:
-        """Return whether x `[*shape]` holds numbers of units or positions, and not contents."""
+        """Return whether x `[*shape]` holds each token's unit index or position, not contents."""
         if self.are_rows or x.is_floating_point() or tuple(x.shape) != self.shape:
             return False
         flat, index = x.detach().flatten().cpu(), self.index
@@ -166,11 +166,11 @@ class Units:
         return True
 
     def order_of(self, source: Tensor) -> Tensor:
-        """Return `[N]`, int64: at each position, the position from which new contents come.
+        """Return `[N]`, int64: for each position, the position from which it takes new contents.
 
         Args:
-            source: `[U]`, int64: for each unit, the unit from which new contents come. The new
-                contents are repeated or truncated to the length of the old contents.
+            source: `[U]`, int64: for each unit, the unit from which it takes new contents. The
+                new contents are repeated or truncated to the length of the old contents.
         """
         order = torch.arange(self.positions)
         for unit, other in enumerate(source.tolist()):

@@ -89,7 +89,7 @@ class Admission:
         Raises:
             BudgetSpent: the release does not fit into the budget.
             ValueError: the accountant does not support the event, the ranks' releases differ, or
-                noise or bound differ from those of the current block of releases.
+                noise or bound changed within a block of releases.
             RuntimeError: the batch is not from the private loader.
             PrivateRefusal: an option changed since the first backward.
         """

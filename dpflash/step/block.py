@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Block:
     """The current block: the releases of consecutive logical batches under one noise key.
 
-    In a block, the logical batches of one sample must be a multiple of `bands` releases apart.
-    So a logical batch without a release, or a new key, ends the block and begins a new one.
+    In a block, the releases in which a sample takes part must be a multiple of `bands` apart. So
+    a logical batch without a release, or a new key, begins a new block.
 
     Args:
         mechanism: the banded noise. With None, or with one band, noise is independent and each
@@ -43,7 +43,7 @@ class Block:
 
     @property
     def place(self) -> int:
-        """Number of the block's releases that precede that of the current logical batch."""
+        """Number of releases in the block before the release of the current logical batch."""
         return self.place_of(None)
 
     def place_of(self, draw: int | None) -> int:
@@ -65,7 +65,7 @@ class Block:
         return self.bands, f"rounds of {self.bands}, and a logical batch that is not released"
 
     def remaining(self, events: int) -> int:
-        """Return for how many more releases `events` pay, if every logical batch is released."""
+        """Return how many more releases `events` more events allow if no logical batch is lost."""
         return events * self.bands + (-self.place % self.bands)
 
     @property
@@ -74,7 +74,7 @@ class Block:
         return derive_key(self._keys.noise, "block").hex(), self._tracker.returns
 
     def check(self, bound: float, noise_multiplier: float) -> None:
-        """Raise if bound or noise differ from those of the block, or if noise cannot be exact.
+        """Raise if bound or noise differ from the block's values, or if noise cannot be exact.
 
         Raises:
             ValueError: bound or noise_multiplier is refused.
@@ -108,7 +108,7 @@ class Block:
         self._length = place + 1
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the block as plain values; None without a seed, where loading ends the block."""
+        """Return the block as plain values; None without a seed: loading then ends the block."""
         if self.bands == 1 or self._keys.seed is None or self._last is None:
             return None
         return {"length": self._length, "last": list(self._last), "numbers": self._numbers}
@@ -137,7 +137,7 @@ class Allocation(Block):
 
     Guarantees:
         All releases that one event pays for are of logical batches of one epoch under one key,
-        and their noise is at least that of the event.
+        and their noise is at least the event's noise.
     """
 
     def __init__(self, steps: int, keys: RunKeys, tracker: BatchTracker):

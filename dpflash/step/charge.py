@@ -33,7 +33,7 @@ class Charge:
 
     Attributes:
         releases: number of releases charged so far; each has its own noise.
-        block: the releases whose noise is correlated, or for which one event pays.
+        block: the group of releases with correlated noise, or charged as one event.
 
     Guarantees:
         The accountant and the ledger contain a release before `pay` returns its number.
@@ -103,7 +103,7 @@ class Charge:
         """Charge a release that was admitted, and return its number.
 
         Rank 0, which writes the ledger, charges first, then the other ranks. `carry` is an
-        exchange that may tell the other ranks, see `Ranks.run_on_first`.
+        exchange that can tell them whether rank 0 failed, see `Ranks.run_on_first`.
         """
         event, noise_multiplier, bound, is_foreign, _ = order
         keys = self._keys
@@ -164,7 +164,7 @@ class Charge:
     # Warnings
 
     def expect(self, releases: int, *, target_epsilon: float) -> None:
-        """Set for how many more releases the noise is calibrated; the release after them warns."""
+        """Set the number of further releases for which noise is calibrated; a later one warns."""
         most = self._events + self._plan.events_of(releases)
         self._calibrated = (self.releases + releases, most, target_epsilon)
 
@@ -192,10 +192,10 @@ class Charge:
         if self._is_first:
             warn(
                 "the optimizer's state is from an earlier run, and this engine counts none of its "
-                "steps. If those used private data, epsilon is too small: resume with "
+                "steps. If these steps used private data, epsilon is too small: resume with "
                 "engine.save_checkpoint and load_checkpoint (Lightning: callbacks=[KeepPrivacy("
-                "engine)]), or save engine.state_dict() beside those of model and optimizer, and "
-                "load all three before the first step",
+                "engine)]), or save engine.state_dict() with the states of model and optimizer, "
+                "and load all three before the first step",
             )
 
     def note_refusal(self, *, may_be: bool = False) -> None:

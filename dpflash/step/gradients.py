@@ -124,9 +124,9 @@ class Gradients:
                 name = self._names[parameter]
                 raise PrivateRefusal(
                     f".grad of parameter '{name}' was written before the release "
-                    "of the logical batch, so nothing was released: leave it alone between the "
-                    "first backward of a logical batch and its last one; it is None there. The "
-                    "backward of a public loss runs inside engine.public_data()"
+                    "of the logical batch, so nothing was released: do not write .grad from the "
+                    "first to the last backward of a logical batch. Run the backward of a public "
+                    "loss inside engine.public_data()"
                 ) from None
 
 
@@ -146,8 +146,8 @@ def _refuse_past_gate(
             f"parameter '{name}' got a gradient past its private layer, which is neither clipped "
             "nor noised, so nothing was released. If this is the backward of a public loss, or "
             "of a penalty on weights, run it inside engine.public_data() too (or use "
-            "weight_decay). Else the parameter is used outside of its own module. If the loss "
-            "needs it, such as a temperature, use it in the forward of the module that owns it. "
+            "weight_decay). Otherwise the parameter is used outside of its own module. If the "
+            "loss needs it, as a temperature, use it in the forward of the module that owns it. "
             "If two modules share it, tie them (lm_head.weight = embedding.weight), or put it "
             "into one module that uses it twice, as in a tied autoencoder"
         ) from None

@@ -112,7 +112,7 @@ class BatchNoise:
         return self._stream(self._std, self._grid, self._step, self._unsettled)
 
     def stream(self, parameter: nn.Parameter, begin: int = 0) -> NoiseStream | None:
-        """Return the noise of a parameter's sum from element `begin` on; None if none is due."""
+        """Return the noise of a sum from element `begin` on; None if it needs no more noise."""
         if not self.is_due(parameter):
             return None
         return self._first.at(self._parameter_ids[parameter], begin)
@@ -125,7 +125,7 @@ class BatchNoise:
         )
 
     def streams(self, parameters: Sequence[nn.Parameter]) -> list[NoiseStream] | None:
-        """Return the noise of the parameters' sums; None unless noise is due for each of them."""
+        """Return the noise of the parameters' sums; None if a sum needs no more noise."""
         streams = [stream for p in parameters if (stream := self.stream(p)) is not None]
         return streams if len(streams) == len(parameters) else None
 
@@ -144,7 +144,7 @@ class BatchNoise:
         self._noised.update(totals)
 
     def add_(self, totals: Totals, begins: Begins) -> None:
-        """Add the due noise to sums over all ranks; a release that is made again adds it again.
+        """Add the noise that sums over all ranks still lack; an interrupted release adds it again.
 
         Args:
             totals: the elements of each sum that this rank owns.
@@ -184,10 +184,10 @@ class _Past(NamedTuple):
 class BandedGaussian:
     """Gaussian noise that is correlated over a block of releases, see `dpflash.noise.Banded`.
 
-    Computes the integer noise of `dpflash.noise.reference`; `dpflash.kernels` draws its z. The
-    noise of a block is a function of key, steps and standard deviation, so checkpoints do not
-    contain it. The noise of the block's earlier releases is drawn again after a resume, or if a
-    parameter was frozen for a while.
+    Computes the integer noise of `dpflash.noise.reference`. `dpflash.kernels` draws its
+    independent Gaussians z. The noise of a block is a function of key, steps and standard
+    deviation, so checkpoints do not contain it. The noise of the block's earlier releases is drawn
+    again after a resume, or if a parameter was frozen for a while.
 
     Args:
         mechanism: the banded noise, with at least two bands.
@@ -284,7 +284,7 @@ class BandedNoise(BatchNoise):
                 total[part] = steps.mul_(self._grid)
 
     def complete(self) -> None:
-        """Record that the release is complete. Its noise determines that of the next release.
+        """Record that the release is complete. The noise of the next release depends on it.
 
         If the release is made again after an interruption, it has the same noise.
         """
@@ -302,7 +302,7 @@ class BandedNoise(BatchNoise):
         self._pasts.update(extended)  # in one call, in case of an interruption
 
     def _values(self, totals: Totals, place: int, begins: Begins) -> dict[nn.Parameter, Tensor]:
-        """Return the int64 noise of the block's release `place`, from that of earlier releases."""
+        """Return the int64 noise of release `place` of the block, from earlier releases' noise."""
         step = self._step - self._place + place
         found = {p: torch.empty_like(total, dtype=torch.int64) for p, total in totals.items()}
         # Settle the noise of all tensors on a GPU together, to wait for the GPU once.
@@ -330,7 +330,7 @@ class BandedNoise(BatchNoise):
 
 @functools.lru_cache(maxsize=4)
 def _row_norms(integers: tuple[int, ...], rows: int) -> NDArray[np.float64]:
-    """Return the norms `[rows]` of the inverse's rows; C has the bands `integers` times 2^-8."""
+    """Return the norms `[rows]` of the rows of C^-1; C has the bands `integers` times 2^-8."""
     impulse = np.zeros(rows)
     impulse[0] = 1.0
     return np.sqrt(squared_errors(np.array(integers) / (1 << FRACTION_BITS), impulse))

@@ -98,7 +98,7 @@ class OpenBatch:
 
     @property
     def bound(self) -> float:
-        """L2 bound of one sample's contribution to the current (else the next) logical batch."""
+        """L2 bound of one sample in the current logical batch; in the next if none has begun."""
         return self.sums.bound if self.sums.has_begun else self.options.max_grad_norm
 
     @property
@@ -165,7 +165,7 @@ class OpenBatch:
             self._clipper.begin_microbatch(1, None)
 
     def may_begin(self, new_epoch: bool, draw: int | None) -> bool:
-        """Return whether the budget allows to release one more logical batch, not yet sampled."""
+        """Return, before sampling, whether the budget allows to release the next logical batch."""
         noise_multiplier = self.options.noise_multiplier
         return self.charge.may_begin(noise_multiplier, new_epoch=new_epoch, draw=draw)
 

@@ -109,7 +109,7 @@ class PrivateStep(OpenBatch):
             self.noise.mark_added({p: self.sums[p] for p in parameters})
 
     def _noise_if_complete(self, parameters: Sequence[nn.Parameter]) -> list[NoiseStream] | None:
-        """Return the noise to add now. The last backward's first call charges the release."""
+        """Return the noise to add now; the first call in the last backward charges the release."""
         if self._may_charge:
             self._may_charge = False
             # With several ranks, noise is added after the ranks' sums are added (`release`).

@@ -31,9 +31,9 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
     """Sums of the clipped gradients of one logical batch, over its microbatches.
 
     Only clipping gates add to these sums, and only these sums are released. The mapping holds the
-    clipped sum of each parameter over the samples of this rank. For a scattered parameter it holds
-    this rank's rows of the sum over the samples of all ranks. Under context parallelism it holds
-    this rank's slice, see `Slices`. Exact sums are float64; other sums are at least float32.
+    clipped sum of each parameter over the samples of this rank. If a parameter is sharded over the
+    ranks (scattered), it holds this rank's rows of the sum over all samples; under context
+    parallelism, this rank's slice, see `Slices`. Exact sums are float64; others at least float32.
 
     Args:
         trained: the parameters with private gradients.
@@ -112,7 +112,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
 
     @property
     def grid(self) -> float | None:
-        """The number of which exact sums are multiples, or None if sums are rounded."""
+        """Exact sums are multiples of this number, the grid; None if sums are rounded."""
         return grid_of(self.bound) if self.exact and math.isfinite(self.bound) else None
 
     def refuse_inexact(self, rows: int) -> None:
@@ -127,8 +127,8 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         most = exact_slots(self.grid, self.bound) // self.ranks.data_size
         if rows > most:
             raise PrivateRefusal(
-                f"a batch has more than {most} samples, the most whose sums are exact in "
-                "float64; use smaller batches, or make_private(..., exact=False)",
+                f"a batch has more than {most} samples, the limit for exact sums in float64; use "
+                "smaller batches, or make_private(..., exact=False)",
                 rows=rows,
             ) from None
 
@@ -189,7 +189,7 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
             self._add(parameter, total)
 
     def add_zero(self, parameter: nn.Parameter) -> None:
-        """Add zeros for a scattered parameter without a gradient: its exchange needs all ranks."""
+        """Add zeros for a sharded parameter without a gradient: all ranks must exchange a sum."""
         if self.slices.is_scattered(parameter):
             self._add(parameter, torch.zeros(parameter.shape, device=parameter.device))
 
@@ -212,9 +212,9 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
         self._narrow(parameters)
 
     def carrier(self, parameters: Sequence[nn.Parameter]) -> Callable[[bool], bool] | None:
-        """Return a function that tells all ranks whether rank 0 failed, as it reduces sums.
+        """Return a function that reduces the first sums and tells all ranks if rank 0 failed.
 
-        The function reduces the first bundle of parameters for `with_noise`. Returns None if the
+        The reduced sums are the first bundle of parameters of `with_noise`. Returns None if the
         exchange of this bundle does not reach all ranks.
         """
         if self.is_sharded or not self.ranks.data_may_carry(parameters):
@@ -235,8 +235,8 @@ class ClippedSums(Mapping[nn.Parameter, Tensor]):
     ) -> Iterator[tuple[list[nn.Parameter], list[Tensor]]]:
         """Yield (parameters, noisy sums over all ranks / divisor); a missing sum counts as 0.
 
-        Yields one bundle of parameters at a time, so that few sums exist twice; without other
-        ranks it yields all parameters at once. The tensors are new.
+        With several ranks, yields a group of parameters (bundle) at a time, to save memory; with
+        one rank, all parameters at once. The tensors are new.
         """
         self._attempt += 1
         if self._attempt > 1 and not self.is_alone:

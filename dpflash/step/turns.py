@@ -83,7 +83,7 @@ class Turns:
     def _note_microbatch(self, optimizer: Optimizer) -> None:
         """Refuse optimizers that step in different microbatches of a logical batch.
 
-        An optimizer may also step in no microbatch but the last one.
+        An optimizer that steps in the last microbatch alone is allowed.
         """
         tracker = self._step.tracker
         if tracker.current is None:  # a batch of Opacus' BatchMemoryManager
