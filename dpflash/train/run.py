@@ -311,8 +311,8 @@ class TrainingRun:
         if config.ledger is None or left is None or left >= self.total_steps:
             return
         raise ValueError(
-            f"max_epsilon={config.max_epsilon!r}: the run has {self.total_steps} steps, but only "
-            f"{left} are allowed, since ledger={config.ledger!r} already has epsilon "
+            f"max_epsilon={config.max_epsilon!r}: of the run's {self.total_steps} steps it allows "
+            f"only {left}, since ledger={config.ledger!r} already has epsilon "
             f"{rounded_up(self.epsilon)}; lower target_epsilon or steps, or raise noise_multiplier"
         )
 

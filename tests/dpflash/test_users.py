@@ -475,7 +475,7 @@ def test_a_resumed_run_has_the_same_users(tmp_path):
     run[0].save_checkpoint(tmp_path / "state")
     others = [*owners[1:], owners[0]]
     resumed = private(Net("linear"), tokens, others, noise_multiplier=1.0)
-    words = "does not fit the data loader.*other units"
+    words = "does not fit the data loader.*units have changed"
     with pytest.raises(dpflash.PrivateRefusal, match=words) as caught:
         resumed[0].load_checkpoint(tmp_path / "state")
     assert not any(made[3].plan.grouping in str(caught.value) for made in (run, resumed))

@@ -477,16 +477,16 @@ def test_a_ledger_lacks_no_release_that_its_engines_accountant_counts(made_of, t
     made = made_of(accountant=shared, ledger=one)
     alone = PrivacyEngine(accountant="rdp").accountant
     for accountant, ledger, message in (
-        (stepped, two, "counted releases before, and ledger='.*two'"),
-        (composed, two, "counted releases before, and ledger='.*two'"),
-        (copy.copy(stepped), one, "counted releases before, and ledger='.*one'"),
-        (shared, two, "ledger='.*one', and this engine has ledger='.*two'"),
-        (shared, one, "ledger='.*one', and this engine has ledger='.*one'"),
-        (shared, None, "ledger='.*one', and this engine has ledger=None"),
-        (alone, two, "ledger=None, and this engine has ledger='.*two'"),
+        (stepped, two, "already counted releases, and ledger='.*two'"),
+        (composed, two, "already counted releases, and ledger='.*two'"),
+        (copy.copy(stepped), one, "already counted releases, and ledger='.*one'"),
+        (shared, two, "ledger='.*one' already uses .*ledger='.*two'"),
+        (shared, one, "ledger='.*one' already uses .*ledger='.*one'"),
+        (shared, None, "ledger='.*one' already uses .*ledger=None"),
+        (alone, two, "ledger=None already uses .*ledger='.*two'"),
     ):
         before = accountant.state_dict()
-        with pytest.raises(ValueError, match=f"accountant='rdp' .*{message}.*Pass the name"):
+        with pytest.raises(ValueError, match=f"accountant='rdp'.*{message}.*Pass the name"):
             PrivacyEngine(accountant=accountant, ledger=ledger)
         assert accountant.state_dict() == before
     # A ledger that is refused leaves an accountant as it was.
