@@ -170,7 +170,7 @@ class Accountant(ABC):
             )
 
     def for_trial(self) -> Self:
-        """Copy the accountant; steps that are added to the copy are not counted."""
+        """Return a copy to try steps on: they do not change this accountant."""
         return copy.copy(self)
 
     def __getstate__(self) -> dict[str, Any]:

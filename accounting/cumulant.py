@@ -520,7 +520,7 @@ def _real_g(w: _Real, log_weight: _Real, weight: _Real | None = None) -> _Real:
 
 
 def _log1p(x: _Complex) -> _Complex:
-    """Return log(1 + x), accurate near 0 (numpy computes log(1 + x) for complex x)."""
+    """Return log(1 + x), accurate near 0, where numpy's log1p is inaccurate for complex x."""
     modulus = np.abs(1 + x)
     # Near -1 the log of the squared modulus would lose its precision.
     is_near = (modulus > 0.5) & (modulus < 2)

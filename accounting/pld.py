@@ -186,8 +186,10 @@ def _epsilon_at(composition: Composition, delta: float) -> float:
 
 @dataclass(frozen=True)
 class Composition:
-    """The masses of the composed loss times e^(theta loss) (tilted), and bounds of their errors.
+    """Tilted masses of the composed privacy loss on a grid, and bounds of the masses' errors.
 
+    A tilted mass is the probability of a loss times e^(theta loss), divided by the sum over all
+    losses. With these masses
     delta(e) = exp(log_scale) sum masses exp(-theta (loss - reference)) (1 - exp(e - loss))_+, with
     an error of at most `outside` exp(-theta (e - reference)) exp(log_kernel(theta)) + `infinite`.
     """

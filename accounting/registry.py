@@ -54,7 +54,7 @@ def as_accountant(accountant: object) -> Accountant:
 
 
 def copied(accountant: Accountant) -> Accountant:
-    """Copy an accountant, also one of Opacus; steps that are added to the copy are not counted."""
+    """Return a copy of an accountant (also of Opacus) to try steps on without changing it."""
     if isinstance(accountant, Accountant):
         return accountant.for_trial()
     trial = copy.copy(accountant)

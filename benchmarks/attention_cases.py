@@ -230,8 +230,7 @@ def check(
     """Return the relative errors of o and, with gradients, of dq, dk and dv.
 
     o is compared with the definition at rows drawn from the seed. The gradient of o is 0 in all
-    other rows, so the drawn rows determine dq, dk and dv. An error is infinite if an entry is not
-    finite.
+    other rows, so the drawn rows determine dq, dk and dv. Non-finite entries give infinite errors.
     """
     q, k, v = inputs[:3]
     rows = case.checked_rows(seed).to(case.device)

@@ -612,8 +612,7 @@ class PrivacyEngine(Uncopied, OnlySettable):
         """Make the model's layers ordinary again and return it; the engine keeps its epsilon.
 
         Any engine can detach a model whose own engine no longer exists. With a mesh, all ranks
-        must call detach before the next make_private; at the end of training one may call it
-        alone.
+        must call detach before the next make_private; after training, one rank may do so alone.
         """
         if self._run is None or model is not self._run.model:
             attachments = attachments_of(model)

@@ -35,8 +35,9 @@ def cross_entropy(
     Args:
         logits: `[B, ..., V]`, floating point, classes last; dtypes narrower than float32 are
             converted to float32.
-        targets: `[B, ...]`, int64 class indices, already shifted for next-token prediction. A
-            sample with a target outside of `0..V-1` has the loss NaN and a zero gradient.
+        targets: `[B, ...]`, int64 class indices, already shifted for next-token prediction.
+            Every target must be in `0..V-1` or equal to ignore_index; otherwise the sample's loss
+            is NaN and its gradient zero.
         ignore_index: positions with this target are left out of the mean. A sample with no other
             target has the loss 0 and a zero gradient.
         sample_index: int64, shape of `targets`; required for a packed batch. The index of the
@@ -109,14 +110,13 @@ def causal_lm(
 
     The logits at position t predict the label at position t + 1, as in the causal models of
     Hugging Face, so pass labels that are not shifted, such as the input ids. Use this function in
-    place of those models' own loss, which couples the samples: it is a mean over all valid tokens
-    of the batch.
+    place of those models' own loss, which couples the samples: it is a mean over the whole batch.
 
     Args:
         logits: `[B, T, V]`, floating point; narrower dtypes are converted to float32.
         labels: `[B, T]`, int64; the first label of each sample is not used, since no logits
-            predict it. A sample with another label outside of `0..V-1` has the loss NaN and a
-            zero gradient.
+            predict it. Every other label must be in `0..V-1` or equal to ignore_index; otherwise
+            the sample's loss is NaN and its gradient zero.
         ignore_index: labels of this value, such as padding, are left out of the mean. A sample
             whose labels after the first all have this value has the loss 0 and a zero gradient.
         sample_index, num_samples: for a packed batch, see `cross_entropy`. A label is left out of
@@ -153,8 +153,7 @@ def mse(predictions: Tensor, targets: Tensor) -> Tensor:
     """Mean squared error of each sample, over that sample's own elements.
 
     Args:
-        predictions: `[B]`, `[B, 1]` or `[B, ...]`, floating point; narrower dtypes are converted
-            to float32.
+        predictions: `[B]`, `[B, 1]` or `[B, ...]`, floating point; narrower dtypes become float32.
         targets: shape of `predictions`, floating point.
 
     Returns:

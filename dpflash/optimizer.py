@@ -419,7 +419,8 @@ def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter
     if library is not None:
         raise ValueError(
             f"optimizer={type(optimizer).__name__} of {library}, which skips steps: pass the "
-            "optimizer that it wraps, and prepare the objects that make_private returned"
+            "optimizer that it wraps, and call accelerator.prepare or the like on the objects "
+            "that make_private returned"
         )
     if type(optimizer).__module__.startswith("opacus."):
         raise ValueError(

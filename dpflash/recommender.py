@@ -207,8 +207,7 @@ def recommend(
             and `sequence`; None for the figures that come with the library.
 
     Returns:
-        The chosen pattern with its expected time and memory, the measurements behind both, and the
-        alternatives.
+        The chosen pattern, its expected time and memory, their measurements, and alternatives.
 
     Raises:
         ValueError: the case was not measured, no pattern fits, or an argument is invalid.

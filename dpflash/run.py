@@ -533,16 +533,16 @@ class PrivateRun:
         wrote the checkpoint. With a mesh, path may be a file too; all ranks call this together.
 
         The run continues under new keys of noise and sampling, since another process may have
-        resumed from the same checkpoint. Each continuation is a branch with a name in the ledger.
-        The epsilons of branches compose; `dpflash budget LEDGER LEDGER` counts a release that both
-        ledgers contain only once. Releases in the ledger that are later than the checkpoint stay
-        counted. Without later releases, a seeded run continues bit for bit as if not stopped.
+        resumed from the same checkpoint. A seeded run is an exception: if the ledger has no
+        releases later than the checkpoint, it continues bit for bit as if not stopped.
+        Each continuation is a branch with a name in the ledger. The epsilons of branches compose.
+        If two ledgers contain the same release, `dpflash budget LEDGER LEDGER` counts it once.
+        Releases in the ledger that are later than the checkpoint stay counted.
 
         Args:
             path: path of a file or folder that save_checkpoint wrote.
             module, optimizer: for compatibility with Opacus; this engine's objects or None.
-            noise_scheduler, grad_clip_scheduler: Opacus' schedulers, whose stored states are
-                restored.
+            noise_scheduler, grad_clip_scheduler: Opacus' schedulers; their states are restored.
 
         Returns:
             The `extra` that was passed to save_checkpoint.

@@ -37,7 +37,8 @@ def attention_forward(inputs: AttentionInputs, *, wide: bool = False) -> tuple[T
     of threads or on other samples.
 
     Raises:
-        MemoryError: the kernel cannot allocate its own buffers; for tensors torch raises.
+        MemoryError: the kernel has no memory for its own buffers.
+        RuntimeError: torch has no memory for a tensor.
     """
     q, sinks = inputs.q, inputs.sinks
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -70,7 +71,8 @@ def attention_backward(
     Several threads may share the work of one sample and key head, except with run_grads.
 
     Raises:
-        MemoryError: the kernel cannot allocate its own buffers; for tensors torch raises.
+        MemoryError: the kernel has no memory for its own buffers.
+        RuntimeError: torch has no memory for a tensor.
     """
     q, k, v, sinks = inputs.q, inputs.k, inputs.v, inputs.sinks
     dtype = lse.dtype

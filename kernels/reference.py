@@ -269,8 +269,9 @@ def grad_norm(
 def products_are_separate(*dy: Tensor) -> bool:
     """Return whether `clipped_grad` computes each sample's gradient separately, for these dy.
 
-    `grad_norm` and `embedding_grad_norm` are then upper bounds of the squared norms of the
-    gradients that `clipped_grad` and `embedding_clipped_grad` weight, rounding included.
+    If so, `clipped_grad` and `embedding_clipped_grad` multiply each sample's rounded gradient by
+    its clipping factor. `grad_norm` and `embedding_grad_norm` return upper bounds of the squared
+    norms of these rounded gradients.
     """
     return False
 

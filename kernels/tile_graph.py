@@ -2,8 +2,9 @@
 
 A graph has two sides: queries as rows and keys as columns, and the reverse. A side divides its
 rows into *groups*, arithmetic progressions of token positions. Each group has *runs* of columns,
-which are progressions too. A closed form gives the columns of a run that a tile of rows sees, by
-the run's band ``lo <= row - col <= hi``. So memory is proportional to groups and runs, not tiles.
+which are progressions too. A row sees the columns within the run's band, ``lo <= row - col <=
+hi``. A closed form gives the columns of a run that a tile of rows sees. So the memory of a graph
+is proportional to the number of groups and runs, not of tiles.
 
 Letters: B samples, H query heads, T query tokens, S key tokens, V variants.
 """
@@ -117,7 +118,11 @@ class Side:
         return self._fully_masked[num_rows]
 
     def _all_see(self) -> bool:
-        """Return whether in each group all rows see some run or each row sees its position."""
+        """Return whether each group with rows has a run that meets one of two conditions.
+
+        1. All rows of the group see all columns of the run.
+        2. Each row of the group sees the run's column at its own position.
+        """
         with real_cpu_tensors():
             groups, runs = self.groups.long().cpu(), self.runs.long().cpu()
             group, run = ranges(groups[:, 3], groups[:, 4])

@@ -158,7 +158,7 @@ def compared(name: str, config: Row, guess: Row, peak_mb: float, seconds: float)
 
 
 def rows_here(roofs: list[Ceilings], only: str) -> Iterator[Row]:
-    """Yield rows measured on this CPU, with median times of the rounds without `pages`."""
+    """Yield rows measured on this CPU; step times are medians of the rounds without `pages`."""
     shapes = [shape for shape in SHAPES if shape[0].startswith(only)]
     cases = [(*shape, mode) for shape in shapes for mode in (None, "auto")]
     found: list[list[Row]] = [[] for _ in cases]
@@ -219,7 +219,7 @@ def rows_of_h100() -> Iterator[Row]:
 
 
 def with_time_of_rounds(row: Row) -> Row:
-    """Return a row of an earlier run, with the median step time of the rounds without `pages`."""
+    """Return a row of an earlier run; the step time is the median of rounds without `pages`."""
     seconds = statistics.median(x for one in row["seconds"][1:] for x in one)
     guess, peak_mb = row["estimated"], row["peak_memory_mb"]
     return {**row, **compared(row["name"], row["config"], guess, peak_mb, seconds)}

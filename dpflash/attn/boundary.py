@@ -104,8 +104,7 @@ def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float
 
     Row i of the gradient becomes ``c_i dx_i + N(0, (sigma C)^2)`` with ``c_i = min(1, C /
     ||dx_i||)``; the norm is taken over all dimensions but the first. The function is meant for
-    split and federated learning, in which the gradients of activations are sent from one party to
-    another.
+    split and federated learning, in which one party sends gradients of activations to another.
 
     Args:
         x: `[B, ...]`, floating point; its gradient is clipped and noised in float64.

@@ -59,8 +59,8 @@ def auditable(
         )
     if privacy.max_batch_size is not None:
         raise ValueError(
-            f"max_batch_size={privacy.max_batch_size}: the audit's datasets have another size, so "
-            "truncated batches cannot be audited; audit the run without max_batch_size"
+            f"max_batch_size={privacy.max_batch_size}: the audit's datasets differ from yours in "
+            "size, so truncation has another probability; audit the run without max_batch_size"
         )
     if not privacy.noise_multiplier:
         raise ValueError(

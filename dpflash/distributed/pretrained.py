@@ -193,7 +193,6 @@ def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Te
 
 
 def _require_padding_last(mask: Tensor) -> None:
-    """Refuse a mask `[B, T]` with padding before a token."""
     if (mask.diff(dim=1) > 0).any():
         raise PrivateRefusal(
             "attention_mask with context_parallel: expected padding after the tokens of each "

@@ -269,7 +269,6 @@ def _attend(
     pattern: Pattern,
     documents: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """Apply `_SelfAttention` to the module's input."""
     qkv_proj, out_proj = module.qkv_proj, module.out_proj
     x = qkv_proj._dpflash.check_sequences(query)
     units, batch = qkv_proj._dpflash.units, qkv_proj._dpflash.samples_of(x)

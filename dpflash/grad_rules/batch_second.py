@@ -71,11 +71,11 @@ def samples_first(context: ModuleContext, x: Tensor) -> Tensor:
     if known in (None, size) and (sizes is None or size in sizes):
         return x.transpose(0, 1)
     raise PrivateRefusal(
-        f"module '{context.name}' has batch_first=False, so the second dimension of its input is "
-        "the batch. But earlier layers had another batch size, or no tensor that the model got "
-        "has this size in its first dimension. Build it with batch_first=True. Or put the batch "
-        "first in the inputs of the model and of all other layers, and transpose the inputs of "
-        f"this module. {ALL_ROWS}",
+        f"module '{context.name}' has batch_first=False, so the second dimension of its input "
+        "must be the batch. But the size of this dimension is not the batch size of earlier "
+        "layers, or no tensor that the model got has a first dimension of this size. Build the "
+        "module with batch_first=True. Or put the batch first in the inputs of the model and of "
+        f"all other layers, and transpose the inputs of this module. {ALL_ROWS}",
         shape=tuple(x.shape),
         known=known,
     ) from None

@@ -74,7 +74,7 @@ def check_model(model: nn.Module) -> list[Layer]:
         raise ValueError(
             "module.forward was assigned to the object (by Accelerator.prepare with "
             "mixed_precision, or by a hook), so the private forward would not run: pass the model "
-            "as its class defines it, and prepare the objects that make_private returns"
+            "as its class defines it, and call prepare on the objects that make_private returns"
         )
     inside = parts_of_layers(model)
     refuse_compiled(model)
@@ -141,7 +141,6 @@ def _is_scripted(module: nn.Module) -> bool:
 
 
 def _was_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile made the module, or its forward."""
     return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
 
 

@@ -25,10 +25,10 @@ from ..verification.nested import tensors_of
 _COUPLED = (
     "the loss of a made-up entry is {own:.6g} alone and {other:.6g} in a batch with others, so "
     "it depends on the other entries, or on how far it is padded: padding on the left may shift "
-    "absolute positions or make the first token a target, the attention_mask may be missing, or "
-    "compute_loss_func may divide by a number of the batch. Pad on the right or to one length "
-    "(padding='max_length', or dpflash.sampling.PadTo), pass the attention_mask, and compute "
-    "each loss from its own sample"
+    "absolute positions or make the first token a target; other causes are a missing "
+    "attention_mask, and a compute_loss_func that divides by a number of the batch. Pad on the "
+    "right or to one length (padding='max_length', or dpflash.sampling.PadTo), pass the "
+    "attention_mask, and compute each loss from its own sample"
 )
 _PACKED_COUPLED = (
     "the loss of a made-up document is {own:.6g} alone and {other:.6g} when packed with others, "

@@ -153,8 +153,7 @@ class DPTrainer(Trainer):
     resume: keep it secret. The model to publish is the folder that `save_model` writes.
 
     Logs, trackers, `trainer_state.json` and the result of `train` contain the step, the learning
-    rate, epsilon and metrics of evaluations, but no loss, norm, time or count of the training
-    data.
+    rate, epsilon and metrics of evaluations, but no loss, norm, time or count of training data.
 
     Args:
         model, args, options: the arguments of `transformers.Trainer`, such as train_dataset.

@@ -143,7 +143,7 @@ class FunctionState:
             self._restores.append(restore)
 
     def _hold_array(self, value: Any) -> None:
-        """Save a writable tensor or array, up to `_MOST_NUMBERS` numbers over all saved ones."""
+        """Copy a writable tensor or array, if all copies have at most `_MOST_NUMBERS` elements."""
         if isinstance(value, Tensor):
             can_be_set = value.is_cpu and value.layout == torch.strided and value.is_leaf
             can_be_set = can_be_set and not value.is_inference() and not value.is_shared()

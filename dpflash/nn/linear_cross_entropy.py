@@ -70,8 +70,8 @@ class LinearCrossEntropy(nn.Linear):
         Args:
             x: `[B, T, E]` (or `[B, ..., E]`), of the weight's dtype.
             targets: `[B, T]` (or `[B, ...]`), int64 class indices, already shifted for next-token
-                prediction. A sample with a target outside of `0..V-1` has the loss NaN and a zero
-                gradient.
+                prediction. Every target must be in `0..V-1` or equal to ignore_index; otherwise
+                the sample's loss is NaN and its gradient zero.
             units: the `units` of a batch of `dpflash.packing`, if its samples are not rows of x.
 
         Returns:

@@ -29,8 +29,8 @@ class BandsOfRun:
         epochs: the run's number of epochs.
         steps: the run's number of steps.
         noise_multiplier: the smallest value that meets target_epsilon (cyclic Poisson sampling).
-        expected_error: the error of the iterates with mean gradients, `Banded.expected_error` *
-            noise_multiplier / batch_size, for max_grad_norm and learning rate 1.
+        expected_error: the error of the iterates if max_grad_norm and learning rate are 1, and
+            gradients are means: `Banded.expected_error` * noise_multiplier / batch_size.
     """
 
     noise: Banded
@@ -75,8 +75,7 @@ def compare_bands(
         target_epsilon, target_delta, accountant: see `dpflash.accounting.get_noise_multiplier`.
         bands: numbers of bands to compare, each at most the number of steps and
             num_samples / batch_size; None for powers of two from 1 on, until the error has risen
-            twice. Numbers of bands are left out if training could not draw their noise
-            exactly.
+            twice. Numbers of bands whose noise cannot be drawn exactly are left out.
         parameters: the number of elements of the trained parameters; pass it with max_memory.
         max_memory: leave out noise whose tensors (`Banded.state_bytes`) need more bytes than this.
         momentum, weight_decay: see `Banded.expected_error`.

@@ -232,8 +232,7 @@ def _columns(
 ) -> list[tuple[int, int, int, int]]:
     """Return (start, stride, length, m) of the keys that a query at position 0 sees.
 
-    Each segment (begin, end, rate) contains 0; the live keys of a segment are the multiples of
-    rate.
+    Each segment (begin, end, rate) contains 0; the live keys of a segment are multiples of rate.
     """
     borders = {border for begin, end, _ in segments for border in (begin, end)}
     runs: list[tuple[int, int, int, int]] = []

@@ -92,8 +92,7 @@ class PublicGradients:
     def collected(self) -> Iterator[None]:
         """Store the gradients that the with block computes; set `.grad` to None, then restore it.
 
-        If the block raises an exception, or runs a clipped backward, the block's gradients are
-        dropped.
+        If the block raises an exception or runs a clipped backward, its gradients are dropped.
         """
         self.refuse_inside("engine.public_data()")
         held = {parameter: parameter.grad for parameter in self._trained}

@@ -259,9 +259,9 @@ class FittingCollate:
                     error=self._error,
                 ) from None
             raise PrivateRefusal(
-                f"data_loader.collate_fn={name} failed on a batch in which each entry alone is "
-                "accepted, or most of the dataset's first seven entries differ in form or cannot "
-                "be read (__getitem__ failed). "
+                f"data_loader.collate_fn={name} failed on a batch. Possible causes: it "
+                "accepts each entry alone but not the whole batch; or most of the dataset's first "
+                "seven entries differ in form or cannot be read (__getitem__ failed). "
                 "`details['error']` of this exception has the message of the failure. Entries of "
                 "several lengths need a function that pads to a public length "
                 "(collate_fn=dpflash.sampling.PadTo, or the data_collator of a Trainer); replace "

@@ -144,8 +144,8 @@ class Lengths:
             different = [p for p in shapes if shapes[p] != self._seen.get(p)] or ["the batch"]
             raise PrivateRefusal(
                 f"public_length={self.declared}, and batch{different[0]} had other shapes in two "
-                "batches, so its length is not public; pad every sample to one length, such as "
-                f"with collate_fn=dpflash.sampling.PadTo({self.declared})",
+                "batches: its shape differed between them, so its length is not public; pad all "
+                f"samples to one length by collate_fn=dpflash.sampling.PadTo({self.declared})",
                 shapes=[self._seen, shapes],
             ) from None
 

@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 def alive(reference: weakref.ref[_T]) -> _T:
     """Return the object of a weak reference that a node of autograd's graph holds.
 
-    Nodes hold weak references: Python's garbage collector does not see cycles through them.
+    References from nodes are weak because Python's garbage collector does not see cycles there.
     """
     found = reference()
     if found is None:
