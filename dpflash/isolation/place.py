@@ -403,22 +403,26 @@ def fuller_left_out(batch: Any, rows: Sequence[bool]) -> tuple[Any, list[bool]] 
     return None
 
 
-def in_another_order(batch: Any, real: Tensor, rng: np.random.Generator) -> Place | None:
+def in_another_order(
+    batch: Any, samples: Tensor, rng: np.random.Generator
+) -> tuple[Any, list[bool]] | None:
     """Exchange the rows of a random half of the samples; the other samples are compared.
 
     Args:
         batch: the microbatch, which is not changed.
-        real: `[B]`, bool: which of its rows are samples.
+        samples: `[B]`, int64: the number of each row's sample; -1 for padding rows.
         rng: a secret generator.
 
     Returns:
-        The moved batch; None if it has fewer than three samples, or no part with rows.
+        (the moved batch, whether each row is that of a compared sample); None if it has fewer
+        than three samples, or no part with rows.
     """
-    samples, order = rng.permutation(real.nonzero().flatten().numpy()), np.arange(len(real))
-    if len(samples) < 3:
+    of_row = samples.numpy()
+    numbers, order = rng.permutation(np.unique(of_row[of_row >= 0])), np.arange(len(of_row))
+    if len(numbers) < 3:
         return None
-    moved = samples[: max(2, len(samples) // 2)]
-    order[moved] = np.roll(moved, 1)
-    changed, has_rows = exchanged(copied(batch), order.tolist(), len(real))
-    kept = real & torch.from_numpy(order == np.arange(len(real)))
-    return Place(changed, kept, OTHER_ORDER) if has_rows else None
+    is_moved = np.isin(of_row, numbers[: max(2, len(numbers) // 2)])
+    rows = rng.permutation(is_moved.nonzero()[0])
+    order[rows] = np.roll(rows, 1)
+    changed, has_rows = exchanged(copied(batch), order.tolist(), len(of_row))
+    return (changed, (~is_moved).tolist()) if has_rows else None

@@ -23,6 +23,7 @@ from ..isolation.example import ExampleTrial
 from ..isolation.place import (
     LESS_PADDING,
     OTHER_NEIGHBORS,
+    OTHER_ORDER,
     Place,
     PlaceTrial,
     fuller_left_out,
@@ -505,10 +506,14 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
             cut = fuller_left_out(made.batch, _real(mark.of_rows).tolist())
             shorter = () if cut is None else [Shorter(*cut)]
         places = [Place(own, self._kept_units(kept, mark), LESS_PADDING) for own, kept in shorter]
-        if self.has_pairs or mark.units is None:
-            seed = self._seeds.of("places", epoch, mark.draw, mark.microbatch)
-            found = in_another_order(made.batch, _real(mark), np.random.default_rng(seed))
-            places += [] if found is None else [found]
+        # Rows of a sample's pairs are moved together.
+        rows = mark if self.has_pairs or mark.units is None else mark.of_rows
+        own = torch.arange(mark.size) if rows is mark else rows.units.index
+        seed = self._seeds.of("places", epoch, mark.draw, mark.microbatch)
+        samples = own.masked_fill(~_real(rows), -1)
+        found = in_another_order(made.batch, samples, np.random.default_rng(seed))
+        if found is not None:
+            places.append(Place(found[0], self._kept_units(found[1], mark), OTHER_ORDER))
         return places
 
     def _kept_units(self, rows: list[bool], mark: BatchMark) -> Tensor:

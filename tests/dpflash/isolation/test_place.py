@@ -610,18 +610,28 @@ def only_places(monkeypatch):
     monkeypatch.setattr("dpflash.isolation.trial.Trial.begin", lambda *_, **__: None)
 
 
+_USERS = {"unit_of": [i // 3 for i in range(120)], "examples_per_unit": 3}
+
+
 @pytest.mark.usefixtures("only_places")
-@pytest.mark.parametrize("options", [{}, {"physical_batch_size": 8}, {"sampling": "shuffled"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"physical_batch_size": 8}, {"sampling": "shuffled"}, _USERS]
+)
+@pytest.mark.cases(4)
 def test_a_loss_that_changes_with_the_order_of_other_samples_is_refused(options):
     with pytest.raises(dpflash.PrivateRefusal, match="exchanged their rows, so nothing was"):
         _train("masked", _without_mask_of_one_length, _first_come, **options)
 
 
-@pytest.mark.parametrize("by_row", [_by_row, _of_new_generator, None])
-def test_samples_that_exchange_rows_train_with_the_same_bits_as_without_trials(by_row):
+@pytest.mark.parametrize(
+    ("by_row", "options"),
+    [(_by_row, {}), (_by_row, _USERS), (_of_new_generator, {}), (None, {}), (None, _USERS)],
+)
+@pytest.mark.cases(2)
+def test_samples_that_exchange_rows_train_with_the_same_bits_as_without_trials(by_row, options):
     """A loss may depend on the number of its row, which is secret and random."""
-    engine, tried = _train("masked", _of_one_length, by_row)
-    _, untried = _train("masked", _of_one_length, by_row, verify_first_batch=False)
+    engine, tried = _train("masked", _of_one_length, by_row, **options)
+    _, untried = _train("masked", _of_one_length, by_row, verify_first_batch=False, **options)
     assert all(map(torch.equal, tried, untried))
     assert OTHER_ORDER in engine._run.place_trial.compared
 
