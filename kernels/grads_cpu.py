@@ -23,6 +23,7 @@ from .spans import Spans
 _WORK_OF_A_THREAD = 1 << 19
 # Elements of per-sample gradients that are stored at a time for a norm; they fit into the cache.
 _AT_ONCE = 1 << 17
+_KERNEL_DTYPES = ({torch.float32}, {torch.float64})
 
 
 def __getattr__(name: str) -> Any:
@@ -133,6 +134,30 @@ def clip_reduce_all(
     return totals if noise is None else [t.to(dtype) for t in add_noise_(totals, noise)]
 
 
+def layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    ndim: int,
+    *,
+    spans: Spans | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.layer_norm_backward`."""
+    shape = x.shape[x.ndim - ndim :]
+    operands = dy, x, mean, rstd, x.new_ones(shape) if weight is None else weight
+    if spans is not None or {t.dtype for t in operands} not in _KERNEL_DTYPES:
+        return reference.layer_norm_backward(dy, x, mean, rstd, weight, ndim, spans=spans)
+    operands = tuple(t.resolve_neg().contiguous() for t in operands)
+    batch, rows, width = x.shape[0], x.shape[1 : x.ndim - ndim].numel(), shape.numel()
+    dx = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+    dweight, dbias = (dx.new_empty(batch, *shape) for _ in range(2))
+    sizes = batch, rows, width, _threads(x.numel())
+    call("layer_norm", x.dtype, *operands, *sizes, dx, dweight, dbias)
+    return dx, dweight, dbias
+
+
 def _are_fused(noise: Sequence[NoiseStream], factors: Tensor) -> bool:
     """Return whether the C++ kernel adds the noise: ChaCha20 streams of one release, std > 0."""
     first = noise[0]
@@ -151,10 +176,13 @@ def _buffer(grads: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _part(grads: Tensor, out: Tensor | None = None) -> Part:
-    elements = grads.shape[1:].numel()
-    threads = min(torch.get_num_threads(), 1 + grads.numel() // _WORK_OF_A_THREAD)
+    elements, threads = grads.shape[1:].numel(), _threads(grads.numel())
     address = None if out is None else out.data_ptr()
     return Part(grads.data_ptr(), grads.stride(0), elements, address, threads)
+
+
+def _threads(elements: int) -> int:
+    return min(torch.get_num_threads(), 1 + elements // _WORK_OF_A_THREAD)
 
 
 def _readable(grads: Tensor) -> Tensor:

@@ -329,6 +329,32 @@ def test_no_bit_depends_on_the_number_of_threads(every_thread_count, processor):
             assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 5), (150, 33), (64, 128), (0, 4), (3, 0)], ids=str)
+def test_the_backward_of_a_layer_norm_is_that_of_each_sample_alone(
+    sizes, dtype, every_thread_count, processor
+):
+    rows, width = sizes
+    x, real = random(4, rows, 1, width), random(4, rows, 1, width, seed=1)
+    x, dy = (3 * x + 2).to(dtype), torch.complex(real, -real).to(dtype.to_complex()).conj().imag
+    x[1], x[2, :1] = math.nan, math.inf  # which must not reach other samples
+    weight = random(width, seed=2).to(dtype)
+    _, mean, rstd = torch.native_layer_norm(x, (width,), weight, None, 1e-5)
+
+    def found(i=slice(None), weight=weight):
+        return kernels.layer_norm_backward(dy[i], x[i], mean[i], rstd[i], weight, 1)
+
+    first, *others = every_thread_count(found)
+    others.append([torch.cat(of) for of in zip(*(found([i]) for i in range(4)), strict=True)])
+    for results in others:
+        for own, expected in zip(results, first, strict=True):
+            assert torch.equal(own.nan_to_num(), expected.nan_to_num())
+    for scale in (weight, None):
+        expected = reference.layer_norm_backward(dy, x, mean, rstd, scale, 1)
+        for own, other in zip(found(weight=scale), expected, strict=True):
+            torch.testing.assert_close(own, other, equal_nan=True)
+
+
 def exact_square(row):
     return sum(Fraction(x) ** 2 for x in row.double().flatten().tolist())
 
