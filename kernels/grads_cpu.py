@@ -23,7 +23,6 @@ from .spans import Spans
 _WORK_OF_A_THREAD = 1 << 19
 # Elements of per-sample gradients that are stored at a time for a norm; they fit into the cache.
 _AT_ONCE = 1 << 17
-_KERNEL_DTYPES = ({torch.float32}, {torch.float64})
 
 
 def __getattr__(name: str) -> Any:
@@ -146,14 +145,13 @@ def layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.layer_norm_backward`."""
     shape = x.shape[x.ndim - ndim :]
-    operands = dy, x, mean, rstd, x.new_ones(shape) if weight is None else weight
-    if spans is not None or {t.dtype for t in operands} not in _KERNEL_DTYPES:
+    operands = [dy, x, mean, rstd, x.new_ones(shape) if weight is None else weight]
+    dtypes = {operand.dtype for operand in operands}
+    if spans is not None or dtypes not in ({torch.float32}, {torch.float64}):
         return reference.layer_norm_backward(dy, x, mean, rstd, weight, ndim, spans=spans)
-    operands = tuple(t.resolve_neg().contiguous() for t in operands)
-    batch, rows, width = x.shape[0], x.shape[1 : x.ndim - ndim].numel(), shape.numel()
-    dx = torch.empty(x.shape, dtype=x.dtype, device="cpu")
-    dweight, dbias = (dx.new_empty(batch, *shape) for _ in range(2))
-    sizes = batch, rows, width, _threads(x.numel())
+    operands = [operand.resolve_neg().contiguous() for operand in operands]
+    sizes = len(x), x.shape[1 : x.ndim - ndim].numel(), shape.numel(), _threads(x.numel())
+    dx, dweight, dbias = (x.new_empty(of) for of in (x.shape, *2 * [(len(x), *shape)]))
     call("layer_norm", x.dtype, *operands, *sizes, dx, dweight, dbias)
     return dx, dweight, dbias
 

@@ -416,10 +416,7 @@ class Planner:
             return Plan((self.mode,) * len(uses))
         choices = GRAD_SAMPLE_MODES[:2] if self.book_keeping_allowed else ("instantiate",)
         size = self.batch_size
-        planned = [
-            tuple(s if s.batch == size else replace(s, batch=size) for s in shapes)
-            for shapes in uses.values()
-        ]
+        planned = [tuple(replace(s, batch=size) for s in shapes) for shapes in uses.values()]
         for shapes in planned:
             if shapes not in self._faster:
                 seconds = {mode: cost(shapes, mode, self.ceilings).seconds for mode in choices}
