@@ -1,5 +1,6 @@
-// Squared norms of per-sample gradients, sums of clipped gradients on a grid, and noise on this
-// grid, on the CPU. grads_cpu.py and noise_cpu.py call it and describe the tensors.
+// Squared norms of per-sample gradients, sums of clipped gradients on a grid, noise on this grid,
+// and the backward of layer norm, on the CPU. grads_cpu.py and noise_cpu.py call it and describe
+// the tensors.
 //
 // A call takes all parameters that are clipped together, each as one Part.
 
@@ -19,6 +20,8 @@ namespace {
 // on all processors.
 constexpr int kSums = 32;
 constexpr int64_t kSquaresBlock = 4096;
+// The backward of layer norm adds up the gradients of kNormRows rows of a sample at a time.
+constexpr int64_t kNormRows = 64;
 
 // A parameter: its per-sample gradients and the result. noise_cpu.py makes Parts.
 struct Part {
@@ -45,12 +48,10 @@ inline void store_some(double* to, Doubles x, int64_t count) {
 }
 
 // Calls work(i, n) for each vector of n numbers from i on; n is a constant for full vectors.
-template <class Work>
+template <int lanes = kDoubles, class Work>
 inline void for_vectors(int64_t count, Work work) {
   int64_t i = 0;
-  for (; i + kDoubles <= count; i += kDoubles) {
-    work(i, std::integral_constant<int64_t, kDoubles>());
-  }
+  for (; i + lanes <= count; i += lanes) work(i, std::integral_constant<int64_t, lanes>());
   if (i < count) work(i, count - i);
 }
 
@@ -311,6 +312,76 @@ void clipped_sums(double step, const Part* parts, int64_t count, Factors factors
   }
 }
 
+// Loads `count` numbers; the remaining lanes are 0.
+template <class F>
+inline Vector<F> load_some(const F* from, int64_t count) {
+  Vector<F> x{};
+  std::memcpy(&x, from, size_t(count) * sizeof(F));
+  return x;
+}
+
+template <class F>
+inline void add_some(F* to, Vector<F> x, int64_t count) {
+  x += load_some(to, count);
+  std::memcpy(to, &x, size_t(count) * sizeof(F));
+}
+
+template <class F>
+inline F sum_of_lanes(Vector<F> x) {
+  F lanes[kLanes<F>];
+  store<F>(lanes, x);
+  for (int half = kLanes<F> / 2; half > 0; half /= 2) {
+    for (int k = 0; k < half; ++k) lanes[k] += lanes[k + half];
+  }
+  return lanes[0];
+}
+
+// Writes the gradients of x [batch, rows, width], and of weight and bias for each sample
+// [batch, width]. A task takes kNormRows rows of a sample, so no bit depends on the threads.
+template <class F>
+void layer_norm(const F* dy, const F* x, const F* mean, const F* rstd, const F* weight,
+                int64_t batch, int64_t rows, int64_t width, int64_t threads, F* dx, F* dweight,
+                F* dbias) {
+  constexpr int kN = kLanes<F>;
+  int64_t blocks = (rows + kNormRows - 1) / kNormRows;
+  std::vector<F> of_blocks(size_t(batch * blocks * 2 * width));
+  share<PlainArithmetic>(batch * blocks, threads, [&](int64_t task, int64_t) {
+    int64_t sample = task / blocks * rows, first = task % blocks * kNormRows;
+    F* of_weight = of_blocks.data() + task * 2 * width;
+    F* of_bias = of_weight + width;
+    for (int64_t r = sample + first; r < sample + std::min(rows, first + kNormRows); ++r) {
+      const F *of_dy = dy + r * width, *of_x = x + r * width;
+      F* out = dx + r * width;
+      Vector<F> sum{}, inner{};
+      for_vectors<kN>(width, [&](int64_t i, auto n) {
+        Vector<F> d = load_some(of_dy + i, n);
+        Vector<F> normed = (load_some(of_x + i, n) - mean[r]) * rstd[r];
+        add_some(of_weight + i, d * normed, n);
+        add_some(of_bias + i, d, n);
+        d *= load_some(weight + i, n);
+        sum += d;
+        inner += d * normed;
+      });
+      F mean_of_d = sum_of_lanes<F>(sum) / F(width), slope = sum_of_lanes<F>(inner) / F(width);
+      for_vectors<kN>(width, [&](int64_t i, auto n) {
+        Vector<F> d = load_some(of_dy + i, n) * load_some(weight + i, n);
+        Vector<F> normed = (load_some(of_x + i, n) - mean[r]) * rstd[r];
+        d = (d - mean_of_d - normed * slope) * rstd[r];
+        std::memcpy(out + i, &d, size_t(n) * sizeof(F));
+      });
+    }
+  });
+  share<PlainArithmetic>(batch, threads, [&](int64_t sample, int64_t) {
+    for (int64_t i = 0; i < 2 * width; ++i) {
+      double sum = 0;
+      for (int64_t k = sample * blocks; k < (sample + 1) * blocks; ++k) {
+        sum += of_blocks[size_t(k * 2 * width + i)];
+      }
+      (i < width ? dweight + sample * width : dbias + (sample - 1) * width)[i] = F(sum);
+    }
+  });
+}
+
 }  // namespace
 
 #define FOR_NUMBERS(F)                                                                            \
@@ -333,6 +404,13 @@ void clipped_sums(double step, const Part* parts, int64_t count, Factors factors
   }                                                                                               \
   int noise_alone_##F(Noise* noise, const Part* parts, int64_t count) {                           \
     return status([&] { noise_alone<F>(*noise, parts, count); });                                 \
+  }                                                                                               \
+  int layer_norm_##F(const F* dy, const F* x, const F* mean, const F* rstd, const F* weight,      \
+                     int64_t batch, int64_t rows, int64_t width, int64_t threads, F* dx,          \
+                     F* dweight, F* dbias) {                                                      \
+    return status([&] {                                                                           \
+      layer_norm(dy, x, mean, rstd, weight, batch, rows, width, threads, dx, dweight, dbias);     \
+    });                                                                                           \
   }
 
 extern "C" {

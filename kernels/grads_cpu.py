@@ -133,6 +133,29 @@ def clip_reduce_all(
     return totals if noise is None else [t.to(dtype) for t in add_noise_(totals, noise)]
 
 
+def layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    ndim: int,
+    *,
+    spans: Spans | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.layer_norm_backward`."""
+    shape = x.shape[x.ndim - ndim :]
+    operands = [dy, x, mean, rstd, x.new_ones(shape) if weight is None else weight]
+    dtypes = {operand.dtype for operand in operands}
+    if spans is not None or dtypes not in ({torch.float32}, {torch.float64}):
+        return reference.layer_norm_backward(dy, x, mean, rstd, weight, ndim, spans=spans)
+    operands = [operand.resolve_neg().contiguous() for operand in operands]
+    sizes = len(x), x.shape[1 : x.ndim - ndim].numel(), shape.numel(), _threads(x.numel())
+    dx, dweight, dbias = (x.new_empty(of) for of in (x.shape, *2 * [(len(x), *shape)]))
+    call("layer_norm", x.dtype, *operands, *sizes, dx, dweight, dbias)
+    return dx, dweight, dbias
+
+
 def _are_fused(noise: Sequence[NoiseStream], factors: Tensor) -> bool:
     """Return whether the C++ kernel can add the noise: ChaCha20, std > 0, one noisy step."""
     first = noise[0]
@@ -151,10 +174,13 @@ def _buffer(grads: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _part(grads: Tensor, out: Tensor | None = None) -> Part:
-    elements = grads.shape[1:].numel()
-    threads = min(torch.get_num_threads(), 1 + grads.numel() // _WORK_OF_A_THREAD)
+    elements, threads = grads.shape[1:].numel(), _threads(grads.numel())
     address = None if out is None else out.data_ptr()
     return Part(grads.data_ptr(), grads.stride(0), elements, address, threads)
+
+
+def _threads(elements: int) -> int:
+    return min(torch.get_num_threads(), 1 + elements // _WORK_OF_A_THREAD)
 
 
 def _readable(grads: Tensor) -> Tensor:

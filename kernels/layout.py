@@ -48,7 +48,7 @@ def in_dtypes(tensors: Iterable[Tensor], dtypes: Sequence[torch.dtype]) -> list[
     """Convert each tensor to its dtype; on a GPU one launch converts all of other dtypes."""
     pairs = list(zip(tensors, dtypes, strict=True))
     if sum(x.dtype != dtype for x, dtype in pairs) < 2:
-        return [x.to(dtype) for x, dtype in pairs]
+        return [x if x.dtype == dtype else x.to(dtype) for x, dtype in pairs]
     made = [x if x.dtype == d else torch.empty_like(x, dtype=d) for x, d in pairs]
     changed = [i for i, (x, _) in enumerate(pairs) if made[i] is not x]
     torch._foreach_copy_([made[i] for i in changed], [pairs[i][0] for i in changed])

@@ -26,8 +26,6 @@ from .spans import Spans, samples_of_tokens, tokens_as_samples
 if TYPE_CHECKING:
     from .noise import NoiseStream
 
-# Below this many elements per sample, one vectorised call is faster than a loop of fused calls.
-_FUSED_CALL_ELEMENTS = 1 << 15
 # Elements of per-sample gradients that are widened to fp64 at a time.
 _CHUNK = 1 << 18
 # Bound of the relative fp64 error of a sum of <= 2^12 squares, then a root, quotient, product.
@@ -269,9 +267,13 @@ def grad_norm(
 def products_are_separate(*dy: Tensor) -> bool:
     """Return whether `clipped_grad` computes each sample's gradient separately, for these dy.
 
-    If so, `clipped_grad` and `embedding_clipped_grad` multiply each sample's rounded gradient by
-    its clipping factor. `grad_norm` and `embedding_grad_norm` return upper bounds of the squared
-    norms of these rounded gradients.
+    Args:
+        dy: tensors that would be passed as `dy`.
+
+    Returns:
+        If True, `clipped_grad` and `embedding_clipped_grad` multiply each sample's rounded
+        gradient by its clipping factor. `grad_norm` and `embedding_grad_norm` return upper bounds
+        of the squared norms of these rounded gradients.
     """
     return False
 
@@ -544,25 +546,6 @@ def layer_norm_backward(
     """
     shape = list(x.shape[x.ndim - ndim :])
     dy = dy.contiguous()
-    batch = x.shape[0]
-    fused = (
-        weight is not None
-        and spans is None
-        and not torch.compiler.is_compiling()
-        and batch > 0
-        and x[0].numel() >= _FUSED_CALL_ELEMENTS
-        and x.dtype in (torch.float32, torch.float64)
-    )
-    if fused:
-        dx = torch.empty_like(x)
-        dweight = x.new_empty(batch, *shape)
-        dbias = x.new_empty(batch, *shape)
-        for i in range(batch):
-            outputs = torch.ops.aten.native_layer_norm_backward(
-                dy[i], x[i], shape, mean[i], rstd[i], weight, weight, [True, True, True]
-            )
-            dx[i], dweight[i], dbias[i] = outputs
-        return dx, dweight, dbias
     dx = torch.ops.aten.native_layer_norm_backward(
         dy, x, shape, mean, rstd, weight, None, [True, False, False]
     )[0]

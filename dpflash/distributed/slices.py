@@ -34,11 +34,11 @@ class Slices:
 
     def is_scattered(self, parameter: nn.Parameter) -> bool:
         """Return whether ranks with other samples hold (and sum) different rows of a parameter."""
-        if parameter not in self._scattered:
-            self._scattered[parameter] = self.ranks.context is None and _is_over(
-                parameter, self.ranks.data
-            )
-        return self._scattered[parameter]
+        found = self._scattered.get(parameter)
+        if found is None:
+            found = self.ranks.context is None and _is_over(parameter, self.ranks.data)
+            self._scattered[parameter] = found
+        return found
 
     def of_context(self, parameter: nn.Parameter) -> list[slice]:
         """Return the elements whose per-sample gradients each rank of the context adds up."""
@@ -52,6 +52,8 @@ class Slices:
 
     def owned(self, parameter: nn.Parameter) -> slice:
         """Return the elements that this rank owns: it sums them over all ranks and adds noise."""
+        if self.ranks.data is None and self.ranks.context is None:
+            return slice(0, parameter.numel())
         held = self.held(parameter)
         if self.is_scattered(parameter):
             return held
@@ -81,13 +83,11 @@ class Slices:
         The result has the sums' common dtype. If nothing is sent, the given sums are returned.
         """
         data = self.ranks.data
-        own, rest = dict[nn.Parameter, Tensor](), dict[nn.Parameter, Tensor]()
-        for parameter, held in sums.items():
-            if data is None or self.is_scattered(parameter):
-                own[parameter] = held
-            else:
-                rest[parameter] = held.view(1, -1)
-        if data is not None and rest:
+        if data is None:
+            return dict(sums)
+        own = {p: held for p, held in sums.items() if self.is_scattered(p)}
+        rest = {p: held.view(1, -1) for p, held in sums.items() if p not in own}
+        if rest:
             cuts = [shares(held.numel(), data) for held in rest.values()]
             found = reduce_to_owners(list(rest.values()), cuts, data, names, _SUMS)
             own.update(zip(rest, (x.flatten() for x in found), strict=True))
@@ -96,12 +96,12 @@ class Slices:
     def released(self, own: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
         """Gather the elements of a release that this rank needs: its rows, or all elements."""
         data, context, parts = self.ranks.data, self.ranks.context, dict(own)
-        apart = [p for p in parts if not self.is_scattered(p)]
         if data is not None:
+            apart = [p for p in parts if not self.is_scattered(p)]
             lengths = {p: self.held(p).stop - self.held(p).start for p in apart}
             parts |= _gathered({p: parts[p] for p in apart}, lengths, data)
         if context is not None:
-            apart = [p for p in apart if not _is_over(p, context)]
+            apart = [p for p in parts if not _is_over(p, context)]
             lengths = {p: p.numel() for p in apart}
             parts |= _gathered({p: parts[p] for p in apart}, lengths, context)
         return [_local(part, p) for p, part in parts.items()]

@@ -54,8 +54,8 @@ class _Heads:
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         return q, k, v
 
-    def turn_(self, qkv: Tensor, *, back: bool = False) -> Tensor:
-        """Apply rotary positions to queries and keys of qkv in place; with `back`, undo them."""
+    def turn_(self, qkv: Tensor, *, back: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Turn queries and keys of qkv by rotary positions; or write `back` there, turned back."""
         if not self.rotary:
             return qkv
         if not torch.compiler.is_compiling() and is_in_torch_dispatch_mode():
@@ -66,7 +66,7 @@ class _Heads:
         else:
             positions = document_positions(self.documents, q.device)
             turns = Turns.at(positions, self.head_dim, q.dtype)
-        apply_rotary(q, k, *turns, back=back, out=(q, k))
+        apply_rotary(*(back or (q, k)), *turns, back=back is not None, out=(q, k))
         return qkv
 
 
@@ -106,6 +106,8 @@ class _SelfAttention(torch.autograd.Function):
         dq, dk, dv = heads.split(dqkv)
         # The kernel sums dq, dk and dv over tokens before `turn_`, so not with rotary positions.
         sums_of_rows = not heads.rotary and ctx.units is None
+        # The CPU's kernels do not write to `out`: `turn_` writes dq and dk, without another copy.
+        moves = heads.rotary and qkv.is_cpu
         graph, scale = graph_of(q, k, heads.pattern), 1 / math.sqrt(heads.head_dim)
         options: Any = {"key_range": key_range_of(padding), "backend": ctx.backend}
         grads = attention_backward(
@@ -115,9 +117,11 @@ class _SelfAttention(torch.autograd.Function):
             lse,
             AttentionInputs(q, k, v, graph, scale, sinks, slopes, **options),
             token_sums=needs[9] and sums_of_rows,
-            out=(dq, dk, dv),
+            out=None if moves else (dq, dk, dv),
         )
-        dqkv = heads.turn_(dqkv, back=True)
+        if moves:
+            dv.copy_(grads.dv)
+        dqkv = heads.turn_(dqkv, back=(grads.dq, grads.dk))
         if needs[8]:
             dqkv_weight = taken(qkv_slot, x, dqkv)
         if needs[9] and not sums_of_rows:

@@ -374,13 +374,14 @@ class FittingCollate:
             _kind_of(entry, with_lengths=self._exact): item
             for entry, item in zip(entries, items, strict=True)
         }
-        with random_state_kept():
-            new = {kind for kind in kinds if kind not in self._known}
-            self._known |= {
-                kind
-                for kind in new
-                if self._fits(kinds[kind], form, by_index=by_index, adopts=False)
-            }
+        new = kinds.keys() - self._known
+        if new:
+            with random_state_kept():
+                self._known |= {
+                    kind
+                    for kind in new
+                    if self._fits(kinds[kind], form, by_index=by_index, adopts=False)
+                }
         return kinds.keys() <= self._known
 
     def _looked_up(self) -> _Form | None:

@@ -329,6 +329,27 @@ def test_no_bit_depends_on_the_number_of_threads(every_thread_count, processor):
             assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("sizes", [(150, 33), (1, 5), (64, 128)], ids=str)
+def test_layer_norms_take_each_sample_alone(sizes, dtype, every_thread_count, processor):
+    x = 3 * random(4, sizes[0], 1, sizes[1], dtype=dtype) + 2
+    x[1], x[2, :1] = math.nan, math.inf
+    dy, weight = torch._neg_view(x.cos()), random(sizes[1], dtype=dtype)
+    _, mean, rstd = torch.native_layer_norm(x, sizes[1:], weight, None, 1e-5)
+
+    def found(i=slice(None), weight=weight):
+        return kernels.layer_norm_backward(dy[i], x[i], mean[i], rstd[i], weight, 1)
+
+    first, *others = every_thread_count(found)
+    others.append(map(torch.cat, zip(*(found([i]) for i in range(4)), strict=True)))
+    for own, expected in ((o, e) for each in others for o, e in zip(each, first, strict=True)):
+        assert torch.equal(own.nan_to_num(), expected.nan_to_num())
+    for scale in (weight, None):
+        expected = reference.layer_norm_backward(dy, x, mean, rstd, scale, 1)
+        for own, other in zip(found(weight=scale), expected, strict=True):
+            torch.testing.assert_close(own, other, equal_nan=True)
+
+
 def exact_square(row):
     return sum(Fraction(x) ** 2 for x in row.double().flatten().tolist())
 
@@ -476,6 +497,10 @@ def test_nothing_is_clipped_where_there_is_nothing():
         noised = kernels.clip_reduce(grads, factors, grid=GRID, noise=stream())
         assert noised.shape == shape[1:] and noised.dtype == torch.float32
         assert kernels.squared_norm(grads).shape == shape[:1]
+    for shape in ((0, 2, 3), (2, 0, 3), (2, 3, 0)):
+        x, ones = torch.ones(shape), torch.ones(*shape[:2], 1)
+        dx, *found = kernels.layer_norm_backward(x, x, ones, ones, None, 1)
+        assert dx.shape == x.shape and all(torch.equal(y, 0 * x.sum(1)) for y in found)
 
 
 def test_python_and_c_mean_a_noise_of_the_same_size():
