@@ -197,7 +197,7 @@ def large_delta(delta: float, size: int, thing: str) -> str | None:
         return None
     return (
         f"delta={delta!r}: not below 1 / {counted(size, thing)}, so the guarantee would permit "
-        f"publishing one of them; pass a smaller delta, such as {_power_of_ten_below(1 / size):g}"
+        f"publishing one of them; pass a smaller delta, such as {_power_of_ten_below(0.1 / size):g}"
     )
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from dpflash.clipping.estimate import StepCost
 
 _OPTIONS = {
-    "--model PATH": "folder of a model or of a dpflash train run, or a config.json (of a model of "
-    "transformers or of a LongContextLM). Weights are not read",
+    "--model PATH": "folder of a model or of a dpflash train run without LoRA, or a config.json "
+    "(of a model of transformers or of a LongContextLM). Weights are not read",
     "--seq-len N": "number of tokens of a sample, over all ranks (default: 1024)",
     "--batch-size N": "number of samples of a step (default: 1)",
     "--physical-batch-size N": "maximum number of samples in memory at once (default: all)",

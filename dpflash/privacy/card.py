@@ -41,9 +41,8 @@ _NOT_COVERED = (
     "The length of the longest text or sequence, which the model's input length may reveal if no "
     "length was declared (by `public_length`, `PadTo`, or `--dataset-size` of dpflash train).",
 )
-_OF_BASE = (
-    "The earlier training data of the base model, except in runs that the table of runs lists."
-)
+_OF_BASE = "The earlier training data of the base model"
+_OF_RUNS = ", except in runs that the table of runs lists"
 SEEDED = (
     "Whoever knows the seed of a seeded run can subtract that run's noise: for them, no row that "
     "includes the run holds."
@@ -80,7 +79,7 @@ def privacy_section(
         "### Not covered by epsilon",
         "",
         *(f"- {text.format(unit=unit)}" for text in _NOT_COVERED),
-        *([f"- {_OF_BASE}"] if report["config"].get("model") else []),
+        *([f"- {_OF_BASE}{_OF_RUNS * bool(by_run)}."] if report["config"].get("model") else []),
         "",
     ]
 

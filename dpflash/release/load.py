@@ -127,8 +127,8 @@ def _read_weights(folder: Path) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
             saved, architecture = read(folder / name)
             if architecture is None:
                 raise ValueError(
-                    f"{folder / name}: does not contain the model's architecture, as with weights "
-                    "of earlier versions; build the model yourself and call load_state_dict"
+                    f"{folder / name}: does not contain the model's architecture, which dpflash "
+                    "train writes into it; build the model yourself and call load_state_dict"
                 )
             return saved, architecture
     raise ValueError(
