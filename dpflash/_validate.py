@@ -195,9 +195,10 @@ def large_delta(delta: float, size: int, thing: str) -> str | None:
     """Return an error message if delta is not below 1 / size of the dataset, else None."""
     if delta < 1 / size:
         return None
+    smaller = _power_of_ten_below(0.1 / size)
     return (
         f"delta={delta!r}: not below 1 / {counted(size, thing)}, so the guarantee would permit "
-        f"publishing one of them; pass a smaller delta, such as {_power_of_ten_below(0.1 / size):g}"
+        f"publishing one of them; pass a smaller delta, such as {smaller:g}"
     )
 
 
