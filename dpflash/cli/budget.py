@@ -52,7 +52,7 @@ def add_budget_arguments(parser: argparse.ArgumentParser) -> None:
         "data, from the samplers of the runs and under a neighboring relation that holds for all "
         "runs. If one ledger is a copy of another, the lines in both ledgers count once. Ledgers "
         "whose privacy units have different names are refused: correct a name by dpflash ledger "
-        "rename. Exit status: 0, or 1 if the total exceeds --epsilon."
+        "rename. Exit status: 0, 1 if the total exceeds --epsilon, or 2 if a ledger is damaged."
     )
     parser.add_argument(
         "ledgers",

@@ -192,8 +192,8 @@ class PrivateEmbedding(PrivateModule):
             return indices.unsqueeze(0)
         raise PrivateRefusal(
             f"indices of embedding '{self._dpflash.name}' have one dimension, so they may be one "
-            "index for each sample, or positions that all samples share. Write embedding("
-            "indices[:, None]).squeeze(1) for one index per sample, or embedding(indices.expand("
-            "B, -1)) for positions. Instead of torch.unique values, look up the batch itself",
+            "index for each sample, or positions that all samples share. If they are torch.unique "
+            "values, look up the batch itself. Write embedding(indices[:, None]).squeeze(1) for "
+            "one index per sample, or embedding(indices.expand(B, -1)) for positions",
             length=length,
         ) from None

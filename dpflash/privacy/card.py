@@ -15,7 +15,7 @@ import torch
 
 from .._json import finite
 from .ledger import Ledger
-from .ledger_runs import epsilon_by_run
+from .ledger_runs import epsilon_by_run, facts_of
 from .source import code_digest, library_version
 from .spending import Spending, rounded_up
 
@@ -116,6 +116,7 @@ def with_epsilon(
         "ledger_head": None if ledger is None else ledger.head,
         "ledger_run": run,
         "by_run": by_run,
+        "facts": {} if ledger is None else facts_of([ledger], run),
         "seeded": seeded,
         "config": {**report["config"], "model": base or None},
     }
@@ -224,7 +225,9 @@ def _rows(report: Mapping[str, Any]) -> dict[str, str]:
         weights = ", ".join(f"{label}: {weight:g}" for label, weight in pairs).replace("|", "/")
     is_of_all = bool((report.get("by_run") or {}).get("total"))
     of_all, of_run = (" of all runs together", " of this run") if is_of_all else ("", "")
+    facts = (report.get("facts") or {}).items()
     found = {
+        **{name: " ".join(fact.replace("|", "/").split()) for name, fact in facts},
         f"epsilon{of_all}": _shown(report["epsilon"]),
         "delta": f"{report['delta']:g}",
         "neighboring relation": report["neighboring_relation"],
@@ -257,8 +260,8 @@ def _by_run_part(by_run: Mapping[str, Any], delta: float) -> list[str]:
     else:
         text = (
             "The last row, as in the first sentence, is for someone with one unit in the data of "
-            "each run. Each other row is the epsilon of its steps alone; for someone in the data "
-            "of several runs, dpflash budget computes their joint epsilon."
+            "each run. Each other row is the epsilon of its steps alone. For someone in the data "
+            "of several runs but not of all, epsilon is at most that of the last row."
         )
     if by_run.get("seeded"):
         text += f" {SEEDED}"
@@ -312,8 +315,8 @@ def _audit_part(audit: Mapping[str, Any], code: str | None) -> list[str]:
         f"| audited claim | {audit['claim']} |",
         f"| epsilon of the audited claim, at delta {audit['delta']:g} | {claimed} |",
         f"| it is at least (assumption-free) | {audit['epsilon_lower']:.3g} |",
-        f"| it is at least (assumes Gaussian scores) | {audit['epsilon_lower_gaussian']:.3g} |",
+        f"| it is at least (assumes Gaussian noise) | {audit['epsilon_lower_gaussian']:.3g} |",
         f"| confidence of each bound | {audit['confidence']:.0%} |",
-        f"| honest runs accused, at most | {audit['false_alarm_rate']:.2g} |",
+        f"| correct runs that an audit refutes, at most | {audit['false_alarm_rate']:.2g} |",
         "",
     ]

@@ -144,6 +144,16 @@ def epsilon_by_run(
     return {**found, "epsilon_of_own_run": epsilon_of_own_run}
 
 
+def facts_of(ledgers: Iterable[Ledger], run: str | None) -> dict[str, str]:
+    """Return a run's name with its first day, and the names of its data, as ledgers have them."""
+    lines = [line for ledger in ledgers for line in ledger.lines if line.run == run]
+    if not any(line.note is None for line in lines):
+        return {}
+    days = "".join(f", {day}" for day in kept_of(lines, "day")[:1])
+    data = ", ".join(kept_of(lines, "data")) or "not recorded"
+    return {"run": f"{label(runs_of(lines)[0])}{days}", "data": data}
+
+
 def _marks(lines: Sequence[LedgerLine], own_run: str | None) -> str:
     seeded, is_own = "yes" in kept_of(lines, "seeded"), lines[0].run == own_run
     marks = [*kept_of(lines, "day")[:1], *["seeded"] * seeded, *["this run"] * is_own]

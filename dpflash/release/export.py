@@ -19,7 +19,7 @@ from ..nn import LongContextLM
 from ..privacy.card import CARD, TITLE, follow_umask, weights_digest
 from ..privacy.ledger import Ledger
 from ..privacy.ledger_proof import heads
-from ..privacy.ledger_runs import alone, epsilon_by_run, lines_of, opened
+from ..privacy.ledger_runs import alone, epsilon_by_run, facts_of, lines_of, opened
 from ..privacy.spending import Spending
 from ..refusal import PrivateWarning, warn
 from ..train.language_models import write_architecture
@@ -155,6 +155,7 @@ def _report(run: Path, others: Sequence[str | os.PathLike[str]]) -> dict[str, An
     if ledgers:
         by_run = (report["delta"], report["accountant"], report.get("ledger_run"))
         report["by_run"] = epsilon_by_run(ledgers, *by_run)
+        report["facts"] = facts_of(ledgers, report.get("ledger_run"))
         places = ["/".join(one.path.resolve().parts[-2:]) for one in ledgers]
         report["heads_of_card"] = [
             (place, one.head) for place, one in zip(places, ledgers, strict=True)

@@ -157,9 +157,9 @@ def test_a_scheduler_without_a_state_in_the_checkpoint_is_refused_and_nothing_ch
 def test_a_checkpoint_of_another_model_or_with_other_options_is_refused(tmp_path):
     engine, model, optimizer, _ = private()
     path = tmp_path / "state"
-    with pytest.raises(ValueError, match="module=Linear: not the one"):
+    with pytest.raises(ValueError, match="module=Linear: expected the object"):
         engine.save_checkpoint(path=path, module=copy.deepcopy(model))
-    with pytest.raises(ValueError, match="optimizer=SGD: not the one"):
+    with pytest.raises(ValueError, match="optimizer=SGD: expected the object"):
         engine.save_checkpoint(path=path, optimizer=optimizer.original_optimizer)
     with pytest.raises(ValueError, match="checkpoint_dict"):
         engine.save_checkpoint(path, extra={}, checkpoint_dict={})

@@ -587,7 +587,7 @@ def test_a_large_delta_is_refused_with_one_to_use_unless_allowed(data, tmp_path,
     words = [*options(data, steps=1, delta=0.5), "--no-baseline", "--out", str(tmp_path / "out")]
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert "--delta 0.5: not below 1 / 46 files" in error and "such as 0.01," in error
+    assert "--delta 0.5: not below 1 / 46 files" in error and "such as 0.001," in error
     assert not (tmp_path / "out").exists()
     assert main([*words, "--allow-large-delta"]) == 0
     # A declared size counts instead.

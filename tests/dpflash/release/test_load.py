@@ -306,6 +306,7 @@ def test_the_model_of_an_interrupted_run_is_exported_with_its_own_epsilon(data, 
         job.run(should_stop=lambda: job.step == 2)
     card = (export(tmp_path / "run", tmp_path / "out") / "README.md").read_text()
     assert "| steps | 2 |" in card
+    assert re.search(rf"\| run \| run \([0-9a-f]{{12}}\), {today()} \|\n\| data \| \w", card)
     report = tmp_path / "run" / "report.json"
     report.write_text(json.dumps({**json.loads(report.read_text()), "verified": "pending"}))
     with pytest.warns(dpflash.PrivateWarning, match="too few steps to finish the isolation"):
