@@ -507,10 +507,11 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
             shorter = () if cut is None else [Shorter(*cut)]
         places = [Place(own, self._kept_units(kept, mark), LESS_PADDING) for own, kept in shorter]
         # Rows of a sample's pairs are moved together.
-        rows = mark if self.has_pairs or mark.units is None else mark.of_rows
-        own = torch.arange(mark.size) if rows is mark else rows.units.index
+        units = None if self.has_pairs else mark.units
+        numbers = torch.arange(mark.size) if units is None else units.index
+        real = _real(mark if units is None else mark.of_rows)
+        samples = numbers.masked_fill(~real, -1)
         seed = self._seeds.of("places", epoch, mark.draw, mark.microbatch)
-        samples = own.masked_fill(~_real(rows), -1)
         found = in_another_order(made.batch, samples, np.random.default_rng(seed))
         if found is not None:
             places.append(Place(found[0], self._kept_units(found[1], mark), OTHER_ORDER))
