@@ -178,8 +178,11 @@ def build(
     spending.begin(event, privacy.budget, unit=plan.unit, grouping=plan.grouping, about=about)
     if privacy.budget is None and delta is not None:
         spending.set_delta(delta)
-    if privacy.budget is not None and not spending.fits(event):
-        warn(f"budget={privacy.budget!r} is spent, so training ends before its first step")
+    if (budget := privacy.budget) is not None and not spending.fits(event):
+        warn(
+            f"the privacy budget epsilon={budget.epsilon:g} at delta={budget.delta:g} is spent, so "
+            "training ends before its first step"
+        )
     synchronize_ranks(module, ranks)
     step = PrivateStep(
         joined(optimizers),

@@ -466,7 +466,7 @@ def test_audit_of_a_run_uses_its_settings_and_exits_with_1_where_they_are_refute
     assert main(["audit", "--run", str(tmp_path), "--canaries", "500", "--no-ranks"]) == 1
     printed, shown = capsys.readouterr()
     assert "audit, named checks: " in shown  # the bar, also where stderr is no terminal
-    assert "4 releases, noise multiplier 1.3" in printed
+    assert "4 releases, noise multiplier 1.3" in printed and "of this run alone" in printed
     assert "user: patient" in printed
     assert "REFUTED: at the cut" in printed and "failed: noise scale" in printed
     written = json.loads((tmp_path / "audit.json").read_text())
