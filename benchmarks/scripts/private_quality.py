@@ -129,6 +129,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="file of the results")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds (default 5)")
     parser.add_argument("--steps", type=int, nargs="+", default=[1000, 5000])
+    parser.add_argument(
+        "--without", nargs="+", default=[], help="kinds or settings to leave out: plain, fp32, ..."
+    )
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run afterwards")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -143,8 +146,10 @@ def main() -> None:
     made = [{k: r[k] for k in ("steps", "seed", "kind", "way")} for r in runs]
     for steps, seed, kind, way in itertools.product(args.steps, range(args.seeds), KINDS, ways):
         run = {"steps": steps, "seed": seed, "kind": kind, "way": way}
-        if run in made or time.monotonic() - begin > 60 * args.minutes:
+        if run in made or {kind, way} & {*args.without}:
             continue
+        if time.monotonic() - begin > 60 * args.minutes:
+            break
         noise = 0.0
         if kind == "private":
             noise = get_noise_multiplier(
