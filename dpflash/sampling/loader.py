@@ -360,12 +360,8 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
         return self._mark
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # Samplers test the budget too, but with workers samplers run ahead of the releases.
-        draw = None if self._draws is None else self._draws.position
-        if not self.tracker.may_begin(True, draw):
-            if draw is not None and self.plan.bands > 1:
-                # The loop left a logical batch without a release: end the round of banded noise.
-                self.tracker.resume(draw, returns=self.tracker.returns)
+        # Samplers test the budget too, but only after the DataLoader has started its workers.
+        if not self.tracker.may_begin(True):
             return
         self.tracker.abandon()
         marked = self._marked_epoch() if self._draws is None else self._marked_draws()
