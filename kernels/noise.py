@@ -279,7 +279,7 @@ class NoiseStream:
             yield begin, integers
 
     def settled(self, index: int, word: int) -> int:
-        """Return the value at an index if its first word does not decide how it is rounded."""
+        """Return the exact value at an index, from further words if the first is not enough."""
         return settle(word, self.scale, lambda number: self._further_word(index, number))
 
     def _further_word(self, index: int, number: int) -> int:

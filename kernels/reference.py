@@ -73,7 +73,7 @@ def clip_factors(
 
 
 def bound_share(part: int, whole: int) -> float:
-    """Return sqrt(part / whole), rounded down: the bound's fraction for `part` of `whole` groups.
+    """Return the bound's fraction for `part` of `whole` groups, sqrt(part / whole) rounded down.
 
     Guarantees:
         The squares of the fractions of disjoint parts sum to at most 1.
