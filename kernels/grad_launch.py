@@ -91,11 +91,11 @@ def grad_norm(
 
     The form "tile" computes H_i, with the kernel of `clipped_grad`.
 
-    The form "gram" computes ||G_i||^2 and adds two bounds: of the rounding error of H_i, and of
-    the rounding error of fp32 products of tokens (`_gram_rounding`). The second bound is relative
-    to `grad_magnitude` squared. For orthogonal tokens and I + O = 2048 it is T * 8e-5 * ||G_i||^2
-    in 16 bits and T * 1.2e-4 * ||G_i||^2 in 32 bits. If a sample's tokens nearly cancel, or
-    products overflow, the device computes H_i instead.
+    The form "gram" computes ||G_i||^2 and adds bounds of two rounding errors: of H_i, and of fp32
+    products of tokens (`_gram_rounding`). The second bound is relative to `grad_magnitude`
+    squared. For orthogonal tokens and I + O = 2048 it is T * 8e-5 * ||G_i||^2 in 16 bits and T *
+    1.2e-4 * ||G_i||^2 in 32 bits. If a sample's tokens nearly cancel, or products overflow, the
+    device computes H_i instead.
     """
     x, dy = _operands(x, dy)
     if spans is not None:

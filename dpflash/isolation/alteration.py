@@ -158,7 +158,7 @@ def _filled(batch: Any, size: int, rows: list[int]) -> tuple[set[int], set[int]]
 
 
 def _telling(batch: Any, size: int, rows: list[int]) -> tuple[set[int], set[int]]:
-    """Return (rows with the rarest label, rows with the greatest or least maximum)."""
+    """Return (rows with the rarest label, rows whose largest |entry| is greatest or least)."""
     rare: set[int] = set()
     extreme: set[int] = set()
     for _, x in entries_of(batch, size):

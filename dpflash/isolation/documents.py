@@ -15,12 +15,11 @@ _PADDING = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, "sample_index"
 def with_changed_documents(batch: PackedBatch, number: int) -> tuple[PackedBatch, Tensor]:
     """Return a copy of a batch in which some documents are left out and some have other tokens.
 
-    Trials come in pairs, of two types in turn. In the first type, one trial changes the even
-    documents, the other the odd documents (later, groups of 2, 4, ... alternate). In the second
-    type, one changes the longer half, the other the shorter half. A document that is left out
-    becomes padding, so the borders and the numbers of documents, tokens and labels change. Other
-    changed documents keep position and length, but get the next document's tokens and labels,
-    reversed.
+    Trials come in pairs, of two types in turn. In the first, one trial changes even documents, the
+    other odd documents (later, groups of 2, 4, ... alternate). In the second, one changes the
+    longer half, the other the shorter half. A document that is left out becomes padding, so the
+    borders and the numbers of documents, tokens and labels change. Other changed documents keep
+    position and length, but get the next document's tokens and labels, reversed.
 
     Args:
         batch: the batch, which is not changed.

@@ -231,7 +231,7 @@ class PlaceTrial:
             self._others = self._other_states()
 
     def forward(self, dtypes: set[torch.dtype], *, is_random: bool) -> None:
-        """Record a call of the model; it draws one number from torch's generator, a mask seed.
+        """Record a call of the model, which draws one number, a mask seed, from torch's generator.
 
         Args:
             dtypes: the dtypes that the model computes in.
