@@ -103,9 +103,9 @@ def column(key: str, header: str | None = None) -> Column:
 def columns(
     *parts: str | Sequence[Column], computed: Mapping[str, Callable[[Row], Any]] | None = None
 ) -> tuple[Column, ...]:
-    """Return the columns that `parts` list, as columns or as strings "key | key: header | ...".
+    """Return columns; each part is a list of columns, or a string "key | key: header | ...".
 
-    A cell is `computed[key](row)`, or else the value of `key` in the row or in its config.
+    If `computed` has a key, its cells are `computed[key](row)`, else values of row or config.
     """
     known = computed or {}
     found: list[Column] = []
@@ -136,7 +136,7 @@ def chart(
 ) -> Chart:
     """Return a chart of the rows whose config has the values `only`.
 
-    x and y are columns, or strings "key: header". The values of the keys `series` name the lines.
+    x and y are columns, or strings "key: header". Rows with equal values of `series` form a line.
     """
     label, value = _named(y) if isinstance(y, str) else y
 
