@@ -99,7 +99,7 @@ def build_pattern(name: str, causal: bool, tokens: int) -> patterns.Pattern:
     """Return a pattern by its name in the suite "attention".
 
     Below 4,096 tokens, windows, segments, documents and blocks are a quarter as long. Otherwise
-    the pattern would include all pairs.
+    a pattern could include all pairs.
     """
     if name == "documents":
         part = 4 if tokens < 4096 else 1
@@ -139,8 +139,8 @@ def sparse_pattern(
     if width >= 1:
         return blocks(width)
     raise Unsupported(
-        f"a longer sequence: at T = {tokens:,}, a pattern with a block of {block} tokens beside "
-        f"its diagonal omits less than {percent}% of the pairs"
+        f"a longer sequence: at T = {tokens:,}, only patterns that omit less than {percent}% of "
+        f"the pairs have a block of {block} tokens beside their diagonal"
     )
 
 

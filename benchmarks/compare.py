@@ -225,7 +225,7 @@ def _launches(name: str, old: int, new: int, turns: Mapping[str, Any]) -> int:
     if old != new or old % launches or old < 2:
         raise Unusable(
             f"row {name!r}: {old} and {new} trials in {launches} launches do not pair: "
-            "expected equally many, at least 2, and equally many in each launch; measure both again"
+            "expected equal numbers, at least 2, and equally many per launch; measure both again"
         )
     return launches
 

@@ -40,7 +40,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """A panel of the picture, which shows one section's rows that have values for x and for y."""
+    """A panel of the picture, with the rows of one section that have values for x and y."""
 
     section: str
     title: str  # heading above the panel
@@ -105,7 +105,7 @@ def columns(
 ) -> tuple[Column, ...]:
     """Return columns; each part is a list of columns, or a string "key | key: header | ...".
 
-    If `computed` has a key, its cells are `computed[key](row)`, else values of row or config.
+    The cell of a key is `computed[key](row)` if this exists, else the value in row or config.
     """
     known = computed or {}
     found: list[Column] = []

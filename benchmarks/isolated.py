@@ -67,9 +67,9 @@ def run_isolated(
 ) -> Any:
     """Run ``function(**arguments)`` in a fresh process and return its result.
 
-    Arguments, result and exceptions are pickled; torch has as many threads as here. Raises the
-    function's exception; Failed if it cannot be pickled or the process died. Beyond `memory_limit`
-    bytes of private memory (Linux), raises OutOfMemory; beyond `timeout` seconds, OutOfTime.
+    Arguments and result are pickled; torch has as many threads as in this process. Raises the
+    function's exception, or Failed if pickling failed or the process died. Raises OutOfMemory
+    beyond `memory_limit` bytes of private memory (Linux), and OutOfTime beyond `timeout` seconds.
     """
     threads = torch.get_num_threads()
     for _, result in _results([(function, arguments)], threads, timeout, memory_limit):

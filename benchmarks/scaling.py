@@ -48,7 +48,7 @@ class Sizes:
 
 
 def _training_cases(batch: int, tokens: int, context: int, width: int) -> list[TrainingCase]:
-    """Return cases: data parallel with `batch` samples, context parallel with 1 and with 2."""
+    """Return data parallel cases of `batch` samples, and context parallel cases of 1 and 2."""
     shapes = [("replicated", batch, tokens), ("fsdp2", batch, tokens)]
     shapes += [("context", 1, context), ("context", 2, context // 2)]
     return [TrainingCase(*shape, width=width) for shape in shapes]
@@ -94,7 +94,7 @@ class _Sections:
         request: Request,
         scaling: str = "strong",
     ) -> Iterator[Row]:
-        """Yield the rows of cases that are timed in turns. With weak scaling, T is multiplied by P."""
+        """Yield the rows of cases, which are timed in turns; for weak scaling, T is times P."""
         tokens = cases[0].tokens
         given: dict[str, Any] = {"tokens_alone": tokens}
         given["effort"] = None if section == "memory" else request.calls

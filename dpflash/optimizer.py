@@ -62,8 +62,8 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         The wrapped optimizer receives the gradient (clipped sum + N(0, (noise_multiplier *
         max_grad_norm)^2)) / expected_batch_size on every coordinate of every trainable parameter,
         also of parameters without a gradient, plus the gradient of public data computed inside
-        `engine.public_data()`. A step releases nothing and costs no epsilon if further microbatches
-        of its logical batch follow, or if it only uses public gradients. `dpflash.step` adds the
+        `engine.public_data()`. A step releases nothing and costs no epsilon if all its gradients
+        are public, or if more microbatches of its logical batch follow. `dpflash.step` adds the
         noise and charges the accountant.
     """
 

@@ -479,7 +479,7 @@ def make_runs(setting: Setting, *, task: Task, runs: Path) -> Setting:
 
 
 def settings() -> Iterator[Setting]:
-    """Yield all settings. opake only trains with a frozen table, to limit per-sample gradients."""
+    """Yield all settings; opake's table is frozen, as its per-sample gradients would not fit."""
     for unit in UNITS:
         for tuning in TUNINGS:
             yield Setting(NONPRIVATE, unit, tuning, None)

@@ -115,8 +115,8 @@ def agree_on_lengths(
         length: number of tokens of this rank.
         group: the ranks.
         error: why this rank cannot continue, or None.
-        once: whether to skip the exchange if the same call was checked before. A rank's different
-            call then fails only in the next exchange, so set it only if no tensors are sent.
+        once: whether to skip the exchange if the same call was checked before. If a rank then
+            makes a different call, only the next exchange fails, so calls must send no tensors.
     """
     text = "\n".join(f"{name}={value!r}" for name, value in values.items())
     own = [int(error is not None), digest(text), length]

@@ -339,7 +339,7 @@ def loss_weights(
         mesh_or_group: a DeviceMesh with a dimension "context", or the group itself; None means the
             default group, or a single process without torch.distributed.
         ignore_index: targets with this value are not valid.
-        units: for a packed batch, where this rank's part has its B documents, which are samples.
+        units: for a packed batch, the positions of its B documents (samples) in this rank's part.
 
     Returns:
         `[B]`, float32: number of valid targets on this rank divided by the number on all ranks;

@@ -214,7 +214,7 @@ def _require_embedded(module: Any, length: int) -> None:
 
 
 def _documents(positions: Tensor, rows: int) -> Documents | None:
-    """Return documents, which begin where positions `[B, T]` or `[1, T]` restart, if any does."""
+    """Return the documents between restarts of positions `[B, T]` or `[1, T]`, or None."""
     starts, restarts = positions.diff(dim=1) != 1, positions == positions.min()
     if not starts.any():
         return None
@@ -243,7 +243,7 @@ def _attention(
     if call is None:
         raise ValueError(
             f"{type(module).__name__} with context_parallel was called outside of its model's "
-            "forward, or its model shares its config with another model; call the whole model, "
+            "forward, or shares its config with a context parallel model; call the whole model, "
             "and give each further model copy.deepcopy(config)"
         )
     on = (name for name, value in kwargs.items() if value is not None and value is not False)

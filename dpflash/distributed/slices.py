@@ -33,7 +33,7 @@ class Slices:
         self._scattered: dict[nn.Parameter, bool] = {}
 
     def is_scattered(self, parameter: nn.Parameter) -> bool:
-        """Return whether ranks with different samples, without a context, shard a parameter."""
+        """Return whether there is no context, and the data parallel ranks shard the parameter."""
         found = self._scattered.get(parameter)
         if found is None:
             found = self.ranks.context is None and _is_over(parameter, self.ranks.data)

@@ -507,7 +507,7 @@ class _Seen(TorchDispatchMode):
         return made is not None and not made.expired()
 
     def refusal(self) -> str | None:
-        """Return why the forward cannot be captured, or None; its outputs must be deleted first."""
+        """Return why this forward cannot be captured, or None. Delete its outputs before."""
         gc.collect()
         if self._refusal is None and not all(made.expired() for made in self._made.values()):
             return "its forward keeps tensors that it does not return, on the model or in a list"

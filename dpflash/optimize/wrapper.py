@@ -591,8 +591,8 @@ def _noting_outputs(rows: ForwardRows) -> Iterator[None]:
 def _dropped(packed: None) -> Tensor:
     raise RuntimeError(
         "the losses use outputs of a forward that only tested the first batches: a call of the "
-        "model also runs forwards as tests, and a hook may have appended their outputs to a list. "
-        "Clear the list when a forward begins, or let the model return what the losses need"
+        "model also runs forwards as tests, and a hook may have put their outputs in a list. "
+        "Clear the list when a forward begins, overwrite kept outputs, or return what losses need"
     )
 
 

@@ -71,7 +71,7 @@ class Comparisons:
         """Return the names of the tensors whose digests differ.
 
         Args:
-            wait: whether to wait for unfinished comparisons, which a later call returns if not.
+            wait: whether to wait for unfinished comparisons. If False, a later call returns them.
         """
         found: list[str] = []
         begun, self._begun = self._begun, []

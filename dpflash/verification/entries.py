@@ -114,7 +114,7 @@ def _storages(tensor: Tensor) -> set[int]:
 
 
 def _is_cast(value: Tensor, held: Tensor | None) -> bool:
-    """Return whether a value equals the model's tensor `held`, after a cast to its own dtype."""
+    """Return whether a value equals the model's tensor `held`, cast to the value's dtype."""
     if held is None or held.shape != value.shape:
         return False
     return bool(digest(held.detach().to(value.dtype)) == digest(value))

@@ -63,7 +63,7 @@ def map_leaves(change: Callable[[Any], Any], value: Any, *, kinds: tuple[type, .
 
     Copied containers keep their classes. Their attributes that hold a changed value are changed
     too. The result shares all other objects with `value`, and containers in which nothing changes,
-    unless pytrees know their class. Containers whose copy would share its contents do not change.
+    unless pytrees know their class. A container whose copy would share its parts is not changed.
     """
     if isinstance(value, kinds):
         return change(value)

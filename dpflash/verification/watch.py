@@ -49,7 +49,7 @@ class WatchedGate(Protocol):
         """Return the dotted name of the layer that holds the parameter at this position."""
 
     def by_sample(self, x: Tensor) -> tuple[Tensor, Units | None]:
-        """Return (x `[B, ...]`, None) or, if samples have several entries, (x `[n, ...]`, units)."""
+        """Return (x `[B, ...]`, None), or (x `[n, ...]`, units) if units group the n rows."""
 
     def is_dense(self, position: int) -> bool:
         """Return whether an operation returns the parameter's gradient to the handle."""
