@@ -1,7 +1,7 @@
 """The suite "accounting": dpflash's accountants beside Opacus' and Google's dp_accounting.
 
 An epsilon is correct if it is at least a certified lower bound. The accountant "contour" computes
-this bound; for the epsilon of "contour" itself, the accountant "pld" computes the bound.
+this bound, or the accountant "pld" if the epsilon to check is from "contour".
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ LONGNET = partial(Dilated, segment_lengths=_LENGTHS, dilation_rates=(1, 2, 4, 6,
 
 
 def operator_subject(case: Case, operator: str, direction: str, seed: int) -> Subject:
-    """Return a call to measure (`Subject`): one of `peers.OPERATORS` on inputs from the seed."""
+    """Return a `Subject` that calls an attention of `peers.OPERATORS` on random inputs."""
     backward = goes_backward(direction)
     run, inputs = build_run(operator, case), case.inputs(seed, with_do=backward)
     q, k, v = inputs[:3]
@@ -91,15 +91,15 @@ def pattern_subject(*, pattern: str, operator: str, causal: bool, **given: Any) 
 def case_subject(
     pattern: patterns.Pattern, operator: str, *, direction: str, seed: int, **shape: Any
 ) -> Subject:
-    """Return a call to measure (`Subject`); `shape` has the other fields of `Case`."""
+    """Return a `Subject` that calls an operator; `shape` has the other fields of `Case`."""
     return operator_subject(Case(pattern, **shape), operator, direction, seed)
 
 
 def build_pattern(name: str, causal: bool, tokens: int) -> patterns.Pattern:
     """Return a pattern by its name in the suite "attention".
 
-    Below 4,096 tokens, windows, segments, documents and blocks are a quarter as long, so that they
-    still leave out pairs.
+    Below 4,096 tokens, windows, segments, documents and blocks are a quarter as long. Otherwise
+    a pattern could include all pairs.
     """
     if name == "documents":
         part = 4 if tokens < 4096 else 1
@@ -139,8 +139,8 @@ def sparse_pattern(
     if width >= 1:
         return blocks(width)
     raise Unsupported(
-        f"a longer sequence: at T = {tokens:,}, no pattern that omits {percent}% of the pairs has "
-        f"a block of {block} tokens beside its diagonal"
+        f"a longer sequence: at T = {tokens:,}, only patterns that omit less than {percent}% of "
+        f"the pairs have a block of {block} tokens beside their diagonal"
     )
 
 
@@ -152,7 +152,7 @@ def is_small(request: Request) -> bool:
 def shape(
     request: Request, direction: str, *size: int, head_dim: int = 64, causal: bool = False
 ) -> dict[str, Any]:
-    """Return the config of a row without the pattern; `size` is T, B and H.
+    """Return the config of a measurement, except its pattern; `size` is (T, B, H).
 
     The dtype is float16 on a GPU, and float32 on a CPU, which multiplies float16 slowly.
     """

@@ -79,7 +79,7 @@ class Case:
         return [*leaves, *([torch.randn(shape, generator=generator, **given)] * with_do)]
 
     def checked_rows(self, seed: int = 0) -> Tensor:
-        """Return the checked query rows, `[R]`: all, or a random one in each of R equal parts."""
+        """Return the checked query rows, `[R]`: all rows, or a random row of each of R parts."""
         if self.tokens <= CHECKED_TOKENS:
             return torch.arange(self.tokens)
         borders = [self.tokens * part // CHECKED_ROWS for part in range(CHECKED_ROWS + 1)]
@@ -101,7 +101,7 @@ def document_borders(
 def multiplicity(case: Case) -> tuple[Multiplicity, bool]:
     """Return how often each key counts for a query, and whether this differs between heads.
 
-    FlexAttention's masks use this function too. It refuses `Adaptive`, which depends on q and k.
+    FlexAttention's masks use the result too. `Adaptive`, which depends on q and k, is refused.
     """
     pattern, per_head = case.pattern, False
     seen: Multiplicity = _all_pairs
@@ -204,7 +204,7 @@ def score_bias(case: Case, q: Tensor, k: Tensor) -> Bias:
 
 
 def _adaptive_bias(case: Case, pattern: Adaptive, q: Tensor, k: Tensor) -> Bias:
-    """Return the bias for `Adaptive`: the log of the gate of each key block that it chose."""
+    """Return the bias for `Adaptive`: the log of the gate (weight) of each chosen key block."""
     size, n = pattern.block_size, -(-case.tokens // pattern.block_size)
     chosen = pattern.choose(q.detach(), k.detach(), case.head_dim**-0.5)[0].long()  # [B, H, n, K]
     keys = torch.arange(case.tokens, device=case.device)
@@ -264,9 +264,9 @@ def not_finite(x: Tensor) -> float:
 def band_error(x: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
     """Return the largest ``|x - expected| / |expected|`` over BANDS groups of consecutive rows.
 
-    An error over all rows would hide late rows, which are small in long sequences. The divisor of
-    a group is at least a hundredth of the root mean square of |expected| over the groups. If
-    `expected` is 0 up to rounding, as dq is for a single key, the divisor is |scale|.
+    In long sequences late rows are small, so an error over all rows would hide them. The divisor
+    of a group is at least a hundredth of the root mean square of |expected| over the groups. If
+    `expected` is 0 up to rounding (for example dq with a single key), the divisor is |scale|.
     """
     floor = 1e-2 * expected.norm() / math.sqrt(BANDS)
     if scale is not None and expected.norm() < 1e-12 * scale.norm():

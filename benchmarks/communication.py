@@ -31,7 +31,7 @@ _TIMES: Mapping[str, tuple[int, Callable[[int], float]]] = {
 
 
 class SentBytes(TorchDispatchMode):
-    """Context that counts the calls of torch.distributed, also those by DDP and FSDP2.
+    """Context that counts the calls of torch.distributed, including calls by DDP and FSDP2.
 
     `calls` is the number of collectives and sends, without receives. `bytes` is what a rank sends
     by ring algorithms. For example, an all-reduce sends 2 (P-1) / P times the tensor's bytes.

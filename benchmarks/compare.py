@@ -1,7 +1,7 @@
 """`dpflash bench compare`: compares two results of a benchmark row by row and finds slower rows.
 
-`dpflash bench versus` alternates the trials of two checkouts: these are compared trial by trial.
-Separate runs are compared by the intervals of their medians. `significance` has the tests.
+If `dpflash bench versus` measured two checkouts in turns, their trials are compared in pairs. Two
+separate runs are compared by the intervals of their medians. `significance` has the tests.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float 
 
     Raises Unusable if the environments differ, a run was interrupted, or no row is in both.
 
-    - If trials took turns: a row is slower if the estimated ratio of new to old time exceeds
+    - If trials took turns, a row is slower if the estimated ratio of new to old time exceeds
       1 + threshold and is significantly above 1 (one-sided, 5% over all rows, Holm).
-    - In separate runs: a row is slower if the new median's interval is above the old median's by
-      more than the threshold. With fewer than 8 trials or other load averages, it is undecided.
+    - In separate runs, a row is slower if its new interval lies above its old interval by more
+      than the threshold. If trials are fewer than 8 or loads differ, the row is undecided.
     """
     _validate.positive(threshold=threshold)
     environments = (old["environment"], new["environment"])
@@ -225,7 +225,7 @@ def _launches(name: str, old: int, new: int, turns: Mapping[str, Any]) -> int:
     if old != new or old % launches or old < 2:
         raise Unusable(
             f"row {name!r}: {old} and {new} trials in {launches} launches do not pair: "
-            "expected equal numbers, at least 2, with as many in each launch; measure both again"
+            "expected equal numbers, at least 2, and equally many per launch; measure both again"
         )
     return launches
 

@@ -40,7 +40,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Chart:
-    """A panel of the picture, which shows one section's rows that have values for x and for y."""
+    """A panel of the picture, with the rows of one section that have values for x and y."""
 
     section: str
     title: str  # heading above the panel
@@ -103,9 +103,9 @@ def column(key: str, header: str | None = None) -> Column:
 def columns(
     *parts: str | Sequence[Column], computed: Mapping[str, Callable[[Row], Any]] | None = None
 ) -> tuple[Column, ...]:
-    """Return the columns that `parts` list, as columns or as strings "key | key: header | ...".
+    """Return columns; each part is a list of columns, or a string "key | key: header | ...".
 
-    A cell is `computed[key](row)`, or else the value of `key` in the row or in its config.
+    The cell of a key is `computed[key](row)` if this exists, else the value in row or config.
     """
     known = computed or {}
     found: list[Column] = []
@@ -136,7 +136,7 @@ def chart(
 ) -> Chart:
     """Return a chart of the rows whose config has the values `only`.
 
-    x and y are columns, or strings "key: header". The values of the keys `series` name the lines.
+    x and y are columns, or strings "key: header". Rows with equal values of `series` form a line.
     """
     label, value = _named(y) if isinstance(y, str) else y
 

@@ -35,7 +35,7 @@ def environment(device: str, threads: int) -> dict[str, Any]:
 
 
 def commit(folder: Path | None = None) -> str | None:
-    """Return a checkout's commit (default: this package's), "-dirty" if files differ, or None."""
+    """Return the commit of `folder` or this package, with "-dirty" if files differ; else None."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
     folder = (folder or Path(__file__).parent).resolve()
     try:

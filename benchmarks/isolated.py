@@ -67,9 +67,9 @@ def run_isolated(
 ) -> Any:
     """Run ``function(**arguments)`` in a fresh process and return its result.
 
-    Arguments and result are pickled; torch has as many threads as in this process. Raises
-    the function's exception, or Failed if the exception cannot be pickled or the process died;
-    OutOfMemory beyond `memory_limit` bytes of private memory (Linux); OutOfTime beyond `timeout`.
+    Arguments and result are pickled; torch has as many threads as in this process. Raises the
+    function's exception, or Failed if pickling failed or the process died. Raises OutOfMemory
+    beyond `memory_limit` bytes of private memory (Linux), and OutOfTime beyond `timeout` seconds.
     """
     threads = torch.get_num_threads()
     for _, result in _results([(function, arguments)], threads, timeout, memory_limit):

@@ -19,7 +19,7 @@ COLUMNS = ("name", "config", "median_ms", "ci95_ms", "cv", "trials", "peak_memor
 
 
 def row(name: str, config: Mapping[str, Any], **figures: Any) -> dict[str, Any]:
-    """Return a row with all columns; the default of a column is None, and of `trials` 0."""
+    """Return a row with all columns; missing figures are None, and missing `trials` are 0."""
     empty: dict[str, Any] = dict.fromkeys(COLUMNS)
     return {**empty, "name": name, "config": dict(config), "trials": 0, **figures}
 

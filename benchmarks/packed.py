@@ -39,7 +39,7 @@ _SIZES = {"quick": (12, 128, 64, 1), "cpu": (24, 2048, 128, 2), "cuda": (128, 40
 
 
 def corpus(documents: int, longest: int, seed: int) -> list[Tensor]:
-    """Return random files of Python's library that have `longest` / 100 to `longest` bytes."""
+    """Return random files of Python's library, of `longest` / 100 to `longest` bytes each."""
     files = ByteDocuments.read(default_data_dir(), suffixes={".py"})
     fitting = [content for content in files if longest // _SPREAD <= len(content) <= longest]
     if len(fitting) < documents:
@@ -58,9 +58,9 @@ def packed_subject(
     device: str,
     seed: int,
 ) -> Subject:
-    """Return a training step over all documents; NONPRIVATE and PACKED use packed batches.
+    """Return a training step over all documents; batches of NONPRIVATE and PACKED are packed.
 
-    `Subject.error` checks the sum of gradients, without noise and, in private steps, clipped.
+    `Subject.error` checks the sum of gradients without noise; private steps clip the gradients.
     """
     given = corpus(documents, longest, seed)
 

@@ -161,14 +161,14 @@ def gradient_error(task: Task, provider: str) -> float:
 
 
 def clipping_of(provider: str) -> str | None:
-    """Return "flat" or "per_layer"; None without clipping, or if the level determines it."""
+    """Return "flat" or "per_layer". None: no clipping, or the optimization level chooses it."""
     if provider in DPFLASH:
         return DPFLASH[provider][0]
     return "flat" if provider in PEERS else None
 
 
 def raised_norms(task: Task, norms: Tensor) -> list[float] | None:
-    """Return each sample's norm / exact norm; None if a norm is wrong. `norms` have any order."""
+    """Return norm / exact norm for each sample, or None if a norm is wrong; sorts `norms`."""
     exact = [_norm(grads) for grads in _sample_gradients(task, task.build())]
     if len(norms) != len(exact):
         return None
@@ -330,9 +330,9 @@ def _inside_opacus() -> Iterator[None]:
 
 
 def add_planned_work(plain: Work, engine: PrivacyEngine) -> Work:
-    """Return a private step's work by the planner's formulas; Triton kernels cannot be counted.
+    """Return a private step's work: `plain`, and what privacy adds by the planner's formulas.
 
-    The formulas leave out the second backward of attention with "ghost".
+    Triton kernels cannot be counted. The formulas omit attention's second backward with "ghost".
     """
     uses = list(engine.plan())
     return Work(

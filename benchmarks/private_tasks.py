@@ -106,7 +106,7 @@ def bytes_task(
     dtype: str = "float32",
     vocab: int = VOCABULARY,
 ) -> Task:
-    """Return a task on random bytes `[batch, tokens]`; `make` builds a model of logits."""
+    """Return a task on random bytes `[batch, tokens]`; the model of `make` returns logits."""
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.randint(0, vocab, (2, batch, tokens), generator=generator).to(device)
     return Task(_built(make, device, seed), x, y, losses.cross_entropy, dtype=dtype)

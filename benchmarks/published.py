@@ -57,7 +57,7 @@ class Answer:
         return all(key in values and values[key] == value for key, value in wanted.items())
 
     def rows(self, files: Files) -> list[Row]:
-        """Return the selected rows in a device's results; ValueError if a full run has none."""
+        """Return a device's selected rows; raise ValueError if a complete run has no such row."""
         file = files.get(self.suite)
         if file is None or file.is_quick:
             return []
@@ -72,7 +72,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Reported:
-    """A published row; one field, `answers`, `features` or `needs`, has dpflash's answer to it."""
+    """A published row. Either `answers`, `features` or `needs` has dpflash's answer to the row."""
 
     named: str  # name and configuration
     figures: Sequence[Figure] = ()

@@ -63,7 +63,7 @@ def contestants(tokens: int) -> list[Contestant]:
     """Return the models to train on windows of `tokens` tokens, each after its baseline.
 
     All patterns are causal. The suites "variants" and "attention" time them at T = 8192. Here
-    their lengths are scaled to the window, so that `dpflash.recommend` finds each pattern's loss.
+    their lengths are scaled to the window, so that `dpflash.recommend` finds a pattern's loss.
     The blocks of Adaptive are not scaled, since they cannot be that small.
     """
     dense = Dense(causal=True)

@@ -45,7 +45,7 @@ Ends = tuple[float, float, float]  # (figure, lower end, upper end of its interv
 
 
 def render(results: Path, reports: Sequence[Report], page: Path) -> str:
-    """Return the page as Markdown; raise ValueError if a full run lacks an `Answer`'s rows."""
+    """Return the page as Markdown; raise ValueError if a complete run lacks rows that it shows."""
     devices = {name: load(results, name) for name in device_names(results)}
     title, about = texts()["results"]
     parts = [f"# {title}"]

@@ -48,7 +48,7 @@ class Sizes:
 
 
 def _training_cases(batch: int, tokens: int, context: int, width: int) -> list[TrainingCase]:
-    """Return data parallel cases of `batch` samples, and context parallel ones of 1 and 2."""
+    """Return data parallel cases of `batch` samples, and context parallel cases of 1 and 2."""
     shapes = [("replicated", batch, tokens), ("fsdp2", batch, tokens)]
     shapes += [("context", 1, context), ("context", 2, context // 2)]
     return [TrainingCase(*shape, width=width) for shape in shapes]
@@ -94,7 +94,7 @@ class _Sections:
         request: Request,
         scaling: str = "strong",
     ) -> Iterator[Row]:
-        """Yield rows of cases, timed in turns; weak scaling multiplies T by P."""
+        """Yield the rows of cases, which are timed in turns; for weak scaling, T is times P."""
         tokens = cases[0].tokens
         given: dict[str, Any] = {"tokens_alone": tokens}
         given["effort"] = None if section == "memory" else request.calls
@@ -225,7 +225,7 @@ def scaling_suite(
 ) -> Suite:
     """Return the suite "scaling" for these numbers of ranks; only tests pass `sizes`.
 
-    A suite of some sections has their names in its own name, so that it replaces no other files.
+    If only some sections are run, the suite's name lists them, so that other files are kept.
     """
     for section in sections:
         _validate.one_of(sections=(section, SECTIONS))

@@ -82,8 +82,8 @@ class AttentionCase:
 class TrainingCase:
     """One training step of a LongContextLM by all ranks.
 
-    With scheme "replicated" each rank has the model and some samples, with "fsdp2" a shard of each
-    parameter and some samples, and with "context" the model and some tokens of every sample.
+    With scheme "context" each rank has some tokens of every sample, else some samples. With
+    "fsdp2" it has a shard of each parameter, else the whole model.
     """
 
     scheme: str  # "replicated", "fsdp2" or "context"
@@ -100,10 +100,10 @@ def measure_attention(
 ) -> list[dict[str, Any]]:
     """Check calls of different modes and time them, in turns with a call by rank 0 alone.
 
-    Rank 0 alone computes `tokens_alone` tokens, while the other ranks wait. If `effort` is None,
-    nothing is timed. Returns a dict for each case, with "error" (relative) and "correct". If the
-    case is correct, the dict also has "peak_memory_mb", "tokens", "edges" (pairs) and, if timed,
-    "seconds" of each trial. "tokens_alone", "edges_alone" and "alone_seconds" are of rank 0 alone.
+    In the call by rank 0 alone, `tokens_alone` tokens are computed. If `effort` is None, nothing
+    is timed. Returns a dict for each case, with "error" (relative) and "correct". Correct cases
+    also have "peak_memory_mb", "tokens", "edges" (pairs) and, if timed, "seconds" of each trial.
+    "tokens_alone", "edges_alone" and "alone_seconds" describe the call by rank 0 alone.
     """
     found = [_checked(place, _attention_error(place, case)) for case in cases]
     steps: dict[str, Step] = {}
@@ -147,7 +147,7 @@ class _Times(NamedTuple):
 def _timed(
     place: Place, steps: Mapping[str, Step], alone: Callable[[], Step], effort: Effort
 ) -> dict[str, _Times]:
-    """Time the steps of all ranks and, on several ranks, the step "alone" of rank 0."""
+    """Time the steps of all ranks. On several ranks, also time the step `alone` on rank 0."""
     if place.world_size > 1:
         steps = {**steps, "alone": alone() if place.rank == 0 else _wait}
     stopwatch = Stopwatch(place.device, wall=True)
@@ -219,10 +219,10 @@ def measure_training(
 ) -> list[dict[str, Any]]:
     """Check private and plain steps and time them, in turns with private steps by rank 0 alone.
 
-    Returns a list of one dict. It has the keys of `measure_attention`, except "edges...". "error"
-    is the larger of two errors: a noiseless private step's, compared with a loop over samples, and
-    the plain step's. "collectives" and "sent_bytes" count one step, see `SentBytes`. On a CPU, the
-    dict also has "cpu_seconds". Keys that begin with "plain_" are of the plain step.
+    Returns a list of one dict. It has the keys of `measure_attention`, except "edges...". The key
+    "error" is the larger of two errors: of a private step without noise, against a loop over
+    samples, and of a plain step. "collectives" and "sent_bytes" count one step, see `SentBytes`.
+    "cpu_seconds" is added on a CPU. Keys that begin with "plain_" describe the plain step.
     """
     with warnings.catch_warnings():
         # dpflash warns if a rank trains alone while others exist.

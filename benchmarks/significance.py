@@ -1,8 +1,8 @@
 """Tests whether a call takes longer than another call, from the times of both.
 
-If trials took turns, the launches (pairs of fresh processes) are independent. Trials of separate
-runs depend on the state of the machine during each run: they show how much two runs differ, but
-not why. So their difference counts only if its whole interval is beyond the threshold.
+If trials took turns, the launches (pairs of fresh processes) are independent. If two runs were
+separate, a difference may also come from the state of the machine during each run. Such a
+difference counts only if its whole interval is beyond the threshold.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Test:
 
 
 def of_turns(old: np.ndarray, new: np.ndarray, launches: int) -> Test:
-    """Return Student's t test over launches; with fewer than 3 launches, over single rounds."""
+    """Return Student's t test over launches, or over rounds if launches are fewer than 3."""
     units = np.log(new / old)
     if launches >= _FEWEST_LAUNCHES:
         units = np.median(units.reshape(launches, -1), axis=1)
@@ -47,7 +47,7 @@ def of_turns(old: np.ndarray, new: np.ndarray, launches: int) -> Test:
 
 
 def of_separate_runs(old: np.ndarray, new: np.ndarray) -> Test:
-    """Return the log of the medians' ratio, with the widest interval that both medians allow."""
+    """Return the log of the medians' ratio, with the extreme ratios within both intervals."""
     (old_low, old_high), (new_low, new_high) = (median_interval(list(x)) for x in (old, new))
     estimate = math.log(np.median(new) / np.median(old))
     return Test(estimate, (math.log(new_low / old_high), math.log(new_high / old_low)), {})

@@ -249,7 +249,7 @@ def _run(suite: Suite, request: Request, folder: Path) -> dict[str, Any]:
 
 
 def _made(name: str, make: Callable[[], Iterable[Row]]) -> Iterator[Row]:
-    """Yield the rows that `make` returns; if it raises, also a row `name` with the error."""
+    """Yield the rows of `make`. If `make` raises, yield one more row, `name`, with the error."""
     try:
         yield from make()
     except Exception as error:
@@ -259,7 +259,7 @@ def _made(name: str, make: Callable[[], Iterable[Row]]) -> Iterator[Row]:
 
 
 def refuse(row: Row, error: Exception) -> None:
-    """Write the reason why a row has no figures into the row: a requirement, or a failure."""
+    """Write into a row why it has no figures: "needs" for a requirement, else "failure"."""
     if isinstance(error, Unsupported | OutOfTime):
         row["needs"] = str(error)
     elif isinstance(error, OutOfMemory) or is_out_of_memory(error):
@@ -419,7 +419,7 @@ class Bench:
 
 
 def too_slow(reason: str, limit: float) -> str:
-    """Return the reason of a row that has no figures, since its calls exceed the time limit."""
+    """Return the text for a row without figures whose calls exceed the time limit."""
     return (
         f"a faster device or a higher --max-seconds: {reason}, and a warm-up and 3 trials do not "
         f"fit into the {limit:g} s of a row"

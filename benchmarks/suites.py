@@ -35,7 +35,7 @@ _MODULES = {
 
 
 def suite_named(name: str) -> Suite:
-    """Return the suite of a name in SUITES, or by "scaling-SECTION" a section of "scaling"."""
+    """Return a suite by its name; "scaling-SECTION" is the suite "scaling" with one section."""
     if name.startswith("scaling-"):
         from .scaling import scaling_suite
 

@@ -3,10 +3,10 @@
 Each checkout has its own process, which imports the checkout's dpflash. The two processes take
 turns (A B, B A, ...) on the same CPU and are timed by their process time on one thread, so that a
 slower machine or CPU slows both. A launch is a pair of fresh copies of these processes, on the
-next CPU. Data has other addresses in each launch, so the comparison counts launches, not rounds.
-Code has the same addresses in all copies of a process. Because of these addresses, checkouts with
-equal code differ by one to three percent. The 95% intervals do not cover this difference: of 60
-rows of equal code, the intervals of only 44 contained the ratio 1. The threshold covers it.
+next CPU. Addresses of data change with each launch, so launches, not rounds, are independent.
+Addresses of code are the same in all launches. For this reason, checkouts with equal code differ
+by one to three percent, and 95% intervals are too narrow: of 60 rows of equal code, only 44 had
+an interval that contained the ratio 1. The threshold of the comparison covers this difference.
 
     dpflash bench versus OLD_CHECKOUT NEW_CHECKOUT --out DIR
 """
@@ -179,7 +179,7 @@ def _runs(row: Row) -> bool:
 
 
 def _take(row: Row, built: dict[str, Any]) -> None:
-    """Write the answer to "build" into the row; keep the smallest peak of all launches."""
+    """Write a process's answer to "build" into the row, with the smallest peak of all launches."""
     row.update({key: built[key] for key in ("needs", "tolerance") if key in built})
     peaks = (row["peak_memory_mb"], built.get("peak_memory_mb"))
     row["peak_memory_mb"] = min((peak for peak in peaks if peak is not None), default=None)

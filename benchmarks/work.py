@@ -46,8 +46,8 @@ class Work(NamedTuple):
 def count_work(call: Callable[[], object]) -> Work:
     """Make one call, and count its FLOP and moved bytes.
 
-    Each pair of attention's pattern counts 4 D FLOP in the forward and 10 D in the backward, or
-    2 (D + E) and 6 D + 4 E if the values have another head dim E.
+    Attention counts 4 D FLOP per (query, key) pair of its pattern in the forward and 10 D in the
+    backward. If values have another head dim E, it counts 2 (D + E) and 6 D + 4 E.
     """
     counter = FlopCounterMode(display=False, custom_mapping=attention_formulas())
     moved = _MovedBytes()

@@ -2,10 +2,10 @@
 
 python docs/messages.py
 
-The list has the first words, cause and remedy of each message: of `raise` and `warn(...)`, of
-functions that return a refusal, and of the command line. Texts in tables and variables are listed
-too if they read like messages. "…" stands for a part that differs between cases. Errors that
-dpflash catches itself, or that have no text of their own, are left out.
+The list has the first words, cause and remedy of each message. Messages are found in `raise`, in
+`warn(...)`, in functions that return a refusal, and in the command line. Texts in tables and
+variables are listed too if they read like messages. "…" stands for a part that differs between
+cases. Errors that dpflash catches itself, or that have no text of their own, are left out.
 """
 
 import ast
@@ -218,7 +218,7 @@ def _written(text: str) -> str:
 
 
 def _place(entry: tuple[str, str, str]) -> tuple[bool, str, str, str]:
-    """Return a sort key; entries whose first words differ between cases come last."""
+    """Return a sort key that puts entries last if their first words differ between cases."""
     own = re.sub(r"^[^\w.]+", "", entry[0])
     return not own, own, *entry[1:]
 

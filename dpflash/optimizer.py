@@ -62,9 +62,9 @@ class PrivateOptimizer(Prepared, Uncopied, OnlySettable, torch.optim.Optimizer):
         The wrapped optimizer receives the gradient (clipped sum + N(0, (noise_multiplier *
         max_grad_norm)^2)) / expected_batch_size on every coordinate of every trainable parameter,
         also of parameters without a gradient, plus the gradient of public data computed inside
-        `engine.public_data()`. A step after a microbatch that is not the last one of its logical
-        batch, and a step on public gradients alone, release nothing and cost no epsilon.
-        `dpflash.step` adds the noise and charges the accountant.
+        `engine.public_data()`. A step releases nothing and costs no epsilon if all its gradients
+        are public, or if more microbatches of its logical batch follow. `dpflash.step` adds the
+        noise and charges the accountant.
     """
 
     no_copy = (
@@ -419,8 +419,8 @@ def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter
     if library is not None:
         raise ValueError(
             f"optimizer={type(optimizer).__name__} of {library}, which skips steps: pass the "
-            "optimizer that it wraps, and call accelerator.prepare or the like on the objects "
-            "that make_private returned"
+            "optimizer that it wraps to make_private, and the objects that make_private returns "
+            "to accelerator.prepare or the like"
         )
     if type(optimizer).__module__.startswith("opacus."):
         raise ValueError(
@@ -430,9 +430,9 @@ def _held(optimizer: object, names: dict[nn.Parameter, str]) -> set[nn.Parameter
     if not all(hasattr(optimizer, name) for name in _OF_OPTIMIZERS):
         raise ValueError(
             f"optimizer={type(optimizer).__name__}: its __init__ does not call "
-            "torch.optim.Optimizer.__init__, which makes hooks and groups. Call super().__init__("
-            "base.param_groups, base.defaults) there, where base is the optimizer that it wraps, "
-            "or pass base"
+            "torch.optim.Optimizer.__init__, which makes hooks and groups. Pass the optimizer "
+            "that it wraps, say base, or let its __init__ call super().__init__("
+            "base.param_groups, base.defaults)"
         )
     held = [p for g in optimizer.param_groups for p in g["params"]]
     foreign = [p for p in held if p not in names]

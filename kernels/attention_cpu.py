@@ -120,10 +120,10 @@ def _unpadded(x: Tensor, dim: int) -> Tensor:
 def _slopes_error(
     row_sums: Tensor, sinks: Tensor | None, lse: Tensor, delta: Tensor, dlse: Tensor | None
 ) -> Tensor:
-    """Return the error of dslopes that comes from the error of delta, `[B, H, T]`.
+    """Return the error of dslopes, `[B, H, T]`, if delta was computed from a rounded o.
 
-    Over all keys, ``sum_j p_ij (do_i v_j) = (delta_i + dlse_i) (sum_j p_ij + p_sink)``. If delta
-    was computed from a rounded o, the sums of ds and p thus give the error of delta.
+    For the exact delta, ``sum_j p_ij (do_i v_j) = (delta_i + dlse_i) (sum_j p_ij + p_sink)`` over
+    all keys. So the sums of ds and p give the error of delta, and thus of dslopes.
 
     Args:
         row_sums: `[4, B, H, T]`: sums over keys of ds, p, ds |i - j| and p |i - j|.

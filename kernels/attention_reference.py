@@ -122,7 +122,7 @@ def attention_backward(
     """Return the gradients from ``ds = p * (do v - delta)``, ``delta = rowsum(do * o) - dlse``.
 
     Args:
-        do: gradient of o, shape of o; its dtype, like that of o, may be wider than that of q.
+        do: gradient of o, shape of o. The dtypes of do and o may be wider than the dtype of q.
         dlse: gradient of lse, shape of lse; None means 0.
         o, lse: results of `attention_forward`, or results over more keys than the graph has. The
             gradients are then those that flow through the graph's keys.

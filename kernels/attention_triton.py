@@ -105,8 +105,8 @@ def _columns_below(bound, start, stride, reciprocal, shift):
 def _clip(runs_ptr, run, rows, first, last, column_begin, column_end, BLOCK_N: tl.constexpr):
     """Load a run, and clip it to the columns that some row of a tile sees, in chunks of BLOCK_N.
 
-    Returns the run's start, stride and log multiplicity in base 2, begin <= left <= right <= end,
-    each row's first column and its number of columns. Columns are numbered within the run. Every
+    Returns the run's start, stride and log multiplicity (base 2); begin <= left <= right <= end;
+    and each row's first column and number of columns. Columns are numbered within the run. Every
     row sees the columns in [left, right). Columns in [begin, left) and [right, end) need a mask.
     """
     record = runs_ptr + run * 8

@@ -26,8 +26,8 @@ _kept: Kept | None = None
 class Kept:
     """Holds the tensors, besides those of the model, that kernels of a captured graph read.
 
-    Keep this object as long as the graph. A rehearsal, a run of the code before the capture,
-    allocates the tables: the graph's memory pool would reuse their memory for other results.
+    Keep this object as long as the graph. Tables are allocated in a rehearsal, a run of the code
+    before the capture. During the capture they would be in the graph's pool, which reuses memory.
     """
 
     def __init__(self) -> None:

@@ -91,11 +91,11 @@ def grad_norm(
 
     The form "tile" computes H_i, with the kernel of `clipped_grad`.
 
-    The form "gram" computes ||G_i||^2 and adds two bounds: of the rounding error of H_i, and of
-    the rounding error of fp32 products of tokens (`_gram_rounding`). The second bound is relative
-    to `grad_magnitude` squared. For orthogonal tokens and I + O = 2048 it is T * 8e-5 * ||G_i||^2
-    in 16 bits and T * 1.2e-4 * ||G_i||^2 in 32 bits. If a sample's tokens nearly cancel, or
-    products overflow, the device computes H_i instead.
+    The form "gram" computes ||G_i||^2 and adds bounds of two rounding errors: of H_i, and of fp32
+    products of tokens (`_gram_rounding`). The second bound is relative to `grad_magnitude`
+    squared. For orthogonal tokens and I + O = 2048 it is T * 8e-5 * ||G_i||^2 in 16 bits and T *
+    1.2e-4 * ||G_i||^2 in 32 bits. If a sample's tokens nearly cancel, or products overflow, the
+    device computes H_i instead.
     """
     x, dy = _operands(x, dy)
     if spans is not None:
@@ -111,7 +111,7 @@ def products_are_separate(*dy: Tensor) -> bool:
 
 
 def _span_squares(x: Tensor, dy: Tensor, spans: Spans, form: str | None) -> Tensor:
-    """Return `grad_norm` of spans: one launch per form, in which other forms' spans are empty."""
+    """Return `grad_norm` of spans. Each form has a launch, with empty spans for other samples."""
     forms = [form or cheaper_norm(end - start, x, dy, fused=True) for start, end in spans]
     total = torch.zeros(len(spans), dtype=torch.float64, device=x.device)
     for each in set(forms):
@@ -499,7 +499,7 @@ def _norm_sums(
     *,
     sums: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Sum dy * (x - mean) * rstd, and dy, over all dimensions but samples and normalised ones."""
+    """Sum dy * (x - mean) * rstd, and dy, over the dimensions between samples and `shape`."""
     operands = _rows(dy, shape), _rows(x, shape), mean, rstd
     if spans is None:
         products, totals = _token_sums(*operands, None, sums)

@@ -228,7 +228,7 @@ def rms_norm_backward(
 
 
 def _backend(*tensors: Tensor, any_dtype: bool = False) -> ModuleType:
-    """Return the module that runs on these tensors; Triton for float64 only if `any_dtype`."""
+    """Return the tensors' backend, a module; with `any_dtype`, Triton also runs float64."""
     device = tensors[0].device
     if device.type == "cpu" and not torch.compiler.is_compiling():
         return reference if native.library() is None else grads_cpu
@@ -325,7 +325,7 @@ def _check_look_ups(indices: Tensor, dy: Tensor) -> None:
 
 
 def _check_spans(spans: Spans | None, of_tokens: Tensor) -> int:
-    """Return the number of samples; raise unless spans lie in the only row of `of_tokens`."""
+    """Return the number of samples; check that spans fit into the single row of `of_tokens`."""
     if spans is None:
         return of_tokens.shape[0]
     if of_tokens.shape[0] != 1:

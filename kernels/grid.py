@@ -45,7 +45,7 @@ def truncated(values: Tensor, grid: float) -> Tensor:
 
 
 def exact_slots(grid: float, bound: float) -> int:
-    """Return how many samples of norm <= bound fp64 can sum exactly, noise included."""
+    """Return the number of samples, of norm <= bound, whose noisy sum is exact in fp64."""
     return int(2.0**52 // math.ceil(bound / grid))
 
 

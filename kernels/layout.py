@@ -21,7 +21,7 @@ def new_like(
         x: `[B, H, T, D]`.
         dtype: dtype of the result.
         zeros: whether the result is filled with zeros or uninitialized.
-        head_dim: D of the result; None means that of x.
+        head_dim: D of the result; None means the D of x.
     """
     make = x.new_zeros if zeros else x.new_empty
     batch, heads, tokens, own = x.shape
@@ -45,7 +45,7 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
 
 
 def in_dtypes(tensors: Iterable[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Convert each tensor to its dtype; on a GPU one launch converts all of other dtypes."""
+    """Convert tensors to the dtypes, on a GPU in one launch; matching tensors are not copied."""
     pairs = list(zip(tensors, dtypes, strict=True))
     if sum(x.dtype != dtype for x, dtype in pairs) < 2:
         return [x if x.dtype == dtype else x.to(dtype) for x, dtype in pairs]

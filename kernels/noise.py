@@ -166,9 +166,9 @@ class NoiseStream:
         offset: index of the stream's element that is added to the result's first element; the
             other elements follow in row-major order.
         generator: "chacha20", or "philox" for speed tests.
-        unsettled: list to which GPU kernels append the elements that they leave undecided, so that
-            `settle_noise` decides many at once later; until then these elements are NaN. With None
-            each kernel's elements are decided immediately, which waits for the GPU.
+        unsettled: list of elements whose rounding fp64 does not decide. GPU kernels write NaN and
+            append them; `settle_noise` later decides many at once. With None each kernel's
+            elements are decided immediately, which waits for the GPU.
 
     Raises:
         ValueError: an attribute is out of its range.
@@ -279,7 +279,7 @@ class NoiseStream:
             yield begin, integers
 
     def settled(self, index: int, word: int) -> int:
-        """Return the value at an index if its first word does not decide how it is rounded."""
+        """Return the exact value at an index, from further words if the first is not enough."""
         return settle(word, self.scale, lambda number: self._further_word(index, number))
 
     def _further_word(self, index: int, number: int) -> int:

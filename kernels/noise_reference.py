@@ -128,4 +128,4 @@ def gaussian_noise_(
 
 
 def _no_further_word(number: int) -> int:
-    raise AssertionError(f"an element needs {number + 1} further words: one in 2^29 / scale does")
+    raise AssertionError(f"{number + 1} further words needed, as for one element in 2^29 / scale")

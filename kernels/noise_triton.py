@@ -411,9 +411,9 @@ class OpenList(NamedTuple):
         outs: the results; a listed element is NaN until `settle` writes it.
         streams: the noise of each result, of one release.
         entries: [2 + 5 capacity], int64, on the results' device: the number of listed elements,
-            the number of elements left to the CPU, and five columns, which have for each element
-            the index of the result, the index in the result, the word, the bits of the sum before
-            noise (fp64, in units of the grid), and whether the element is left to the CPU.
+            the number of elements left to the CPU, and five columns. The columns have for each
+            element the index of the result, the index in the result, the word, the bits of the sum
+            before noise (fp64, in units of the grid), and whether the element is left to the CPU.
         spare: zeros after the entries, for the next lists of the release.
     """
 
@@ -505,9 +505,9 @@ def _launch_settle(lists: Sequence[OpenList]) -> None:
 def _settle_table(lists: Sequence[OpenList]) -> Tensor:
     """Return the tables of `_settle_kernel` for these lists, int64, on the CPU.
 
-    The row of a list has its address, its capacity, the index where its results' addresses begin,
-    the bits of the grid and of the scale, and `reciprocal_words`. After the rows, each result has
-    two entries, for fp32 and fp64: its address in the entry of its dtype, 0 in the other entry.
+    Each list has a row: address, capacity, index of its first result's entries, bits of the grid,
+    bits of the scale, `reciprocal_words`. After the rows, each result has two entries, for fp32
+    and fp64: its address in the entry of its dtype, 0 in the other entry.
     """
     rows: list[int] = []
     addresses: list[int] = []

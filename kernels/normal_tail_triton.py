@@ -96,11 +96,11 @@ def tails(table_ptr, node, high, low, there):
 
 @triton.jit
 def sides(table_ptr, k, magnitudes, scale, r2, r1, r0):
-    """Return whether border (k + 1/2) / scale is below a word's interval, and whether above it.
+    """Return two bools: whether border (k + 1/2) / scale is below, and above, a word's interval.
 
     The interval has all x with P(N > x) from m * 2^-64 to (m + 1) * 2^-64. A border with k < 0 is
-    below. Both are False if the border lies in the interval, or if an error of 2^-96 could change
-    them. k: int64, below 2^49. m: `magnitudes`, uint64, from 1 to 2^63 - 1. scale: fp64.
+    below. Both bools are False if the border lies in the interval, or if an error of 2^-96 could
+    change them. k: int64, below 2^49. m: `magnitudes`, uint64, from 1 to 2^63 - 1. scale: fp64.
     """
     is_near = (k >= 0) & (k.to(tl.float64) + 0.5 < END * scale)
     odd = tl.where(is_near, 2 * k + 1, 1).to(tl.uint64)

@@ -73,7 +73,7 @@ def clip_factors(
 
 
 def bound_share(part: int, whole: int) -> float:
-    """Return sqrt(part / whole), rounded down: the bound's fraction for `part` of `whole` groups.
+    """Return the bound's fraction for `part` of `whole` groups, sqrt(part / whole) rounded down.
 
     Guarantees:
         The squares of the fractions of disjoint parts sum to at most 1.
@@ -313,9 +313,9 @@ def clipped_grad(x: Tensor, dy: Tensor, factors: Tensor, *, spans: Spans | None 
     Args:
         x: [B, T, I], fp16, bf16, fp32 or fp64: B samples of T tokens with I inputs each.
         dy: [B, T, O], the gradient of the O outputs; fp64 if x is, else any narrower dtype.
-        factors: [B], fp32 or narrower (for fp64 operands also fp64), each from 0 to the bound
-            divided by the sample's norm, rounded down. A factor that is negative, NaN or greater
-            breaks the bound. Factors are not checked, since a check would wait for the GPU.
+        factors: [B], fp32 or narrower (for fp64 operands also fp64), each at least 0 and at most
+            the bound divided by the sample's norm, rounded down. Other factors, or NaN, break the
+            bound. Factors are not checked, since a check would wait for the GPU.
         spans: see `per_sample_grad`; factors are then [U].
 
     Returns:
@@ -343,9 +343,9 @@ def clip_reduce(
 
     Args:
         grads: [B, ...], B samples, fp16, bf16, fp32 or fp64.
-        factors: [B], fp32 or narrower (for fp64 grads also fp64), each from 0 to the bound
-            divided by the sample's norm, rounded down. A factor that is negative, NaN or greater
-            breaks the bound. Factors are not checked, since a check would wait for the GPU.
+        factors: [B], fp32 or narrower (for fp64 grads also fp64), each at least 0 and at most the
+            bound divided by the sample's norm, rounded down. Other factors, or NaN, break the
+            bound. Factors are not checked, since a check would wait for the GPU.
         grid: a power of two: each factors_i * grads_i is truncated toward zero onto the grid, and
             the sum is exact. None for a rounded sum in fp32 (fp64).
         into: [...], contiguous, fp64, on the grid: the sum of earlier samples, to which the sum of
@@ -357,9 +357,9 @@ def clip_reduce(
         Otherwise fp32 (fp64 for fp64 operands), rounded once, after the noise.
 
     Guarantees:
-        A factor of exactly 0 removes its sample, even if the sample holds NaN or Inf. With a grid
-        the result has the same bits for every order of the samples and every division into
-        batches, as long as sums stay below 2^53 * grid, and sample i changes the result by at most
+        A factor of exactly 0 removes its sample, even if the sample holds NaN or Inf. If a grid is
+        given and sums stay below 2^53 * grid, the result has the same bits for every order of the
+        samples and every division into batches. Sample i then changes the result by at most
         factors_i * ||grads_i||.
     """
     factors, grads = _without_removed(factors, grads)
@@ -480,9 +480,9 @@ def embedding_clipped_grad(
     Args:
         indices: [B, T], int32 or int64: rows of the table that T tokens of B samples look up.
         dy: [B, T, E], fp16, bf16, fp32 or fp64: the gradient of the looked-up rows.
-        factors: [B], fp32 or narrower (for fp64 dy also fp64), each from 0 to the bound
-            divided by the sample's norm, rounded down. A factor that is negative, NaN or greater
-            breaks the bound. Factors are not checked, since a check would wait for the GPU.
+        factors: [B], fp32 or narrower (for fp64 dy also fp64), each at least 0 and at most the
+            bound divided by the sample's norm, rounded down. Other factors, or NaN, break the
+            bound. Factors are not checked, since a check would wait for the GPU.
         num_embeddings: V, rows of the table. Indices must be below it, which is not checked.
         spans: see `per_sample_grad`; factors are then [U].
 

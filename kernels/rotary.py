@@ -36,10 +36,10 @@ def apply_rotary(
 ) -> tuple[Tensor, Tensor]:
     """Rotate the coordinate pairs (j, D / 2 + j) of queries and keys, see `rotate`.
 
-    A CPU runs a C++ kernel, a GPU one launch of a Triton kernel. `rotate` runs instead if the
-    compiler or Triton is missing, for float16 on a CPU, for float64 on a GPU, on other devices, in
-    traced or transformed functions, and if autograd records a call with `out`. Without `out` the
-    result is differentiable any number of times.
+    A CPU runs a C++ kernel, a GPU one launch of a Triton kernel. `rotate` runs instead: without a
+    compiler or Triton; for float16 on a CPU; for float64 on a GPU; on other devices; in traced or
+    transformed functions; and if autograd records a call with `out`. Without `out` the result is
+    differentiable any number of times.
 
     Args:
         q: `[B, H, T, D]`; may be a view.
@@ -88,7 +88,7 @@ def is_traced() -> bool:
 
 
 def _is_fused(tensors: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> bool:
-    """Return whether a kernel can replace `rotate`; `tensors` are q, k and outputs, if any."""
+    """Return whether a kernel can replace `rotate`. `tensors`: q, k and, if given, the outputs."""
     q, k, *outs = tensors
     every = (*tensors, cos, sin)
     if is_traced() or not all(type(x) is Tensor and torch._C._has_storage(x) for x in every):

@@ -46,7 +46,7 @@ def samples_of_tokens(spans: Spans, tokens: int, device: torch.device) -> Tensor
 
 
 def tokens_as_samples(factors: Tensor, spans: Spans, *operands: Tensor) -> tuple[Tensor, ...]:
-    """Return factors [N] and operands [N, 1, ...] per token; outside of spans factors are 0."""
+    """Make each token a sample; return factors [N], 0 outside of spans, operands [N, 1, ...]."""
     index = samples_of_tokens(spans, operands[0].shape[1], factors.device)
     own = torch.cat([factors, factors.new_zeros(1)])[index]
     return (own, *(x.transpose(0, 1) for x in operands))

@@ -110,7 +110,7 @@ class Side:
         return self._complete[num_rows]
 
     def has_fully_masked_rows(self, num_rows: int) -> bool:
-        """Return whether a row may see no column; False only if every row certainly sees one."""
+        """Return False if every row certainly sees a column, True if a row may see no column."""
         if self.runtime:
             return self.partial  # in a complete run-time side every row sees itself
         if num_rows not in self._fully_masked:

@@ -77,7 +77,7 @@ class Mix(nn.Module):
 
 
 class Net(nn.Module):
-    """Returns (hidden values, logits): per vector, per packed token, or per text (token mean)."""
+    """Returns (hidden values, logits) of each vector, packed token, or text (mean over tokens)."""
 
     def __init__(self, layout, kind, a):
         super().__init__()
@@ -156,8 +156,8 @@ class Run:
     """A training run of one of `CASES`.
 
     Args:
-        change: "large" makes the last unit's entry large; "none" removes its contribution.
-        mutes: whether the final loss of the last unit is multiplied by 0.
+        change: "large" makes the entry of the last privacy unit large; "none" removes its entry.
+        mutes: whether the loss of the last unit is multiplied by 0 before it is returned.
         whole: whether there is a single logical batch with all units, and no isolation test.
     """
 

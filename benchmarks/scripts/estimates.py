@@ -2,7 +2,7 @@
 
     python benchmarks/scripts/estimates.py --out benchmarks/results/DEVICE/estimates.json
 
-Each row is a private or plain step of a model to which no constant of the estimate was fitted. The
+Each row is a private or plain step. No constant of the estimate was fitted to its model. The
 step is measured in fresh processes with one thread, in turns with the steps of other rows. The
 measurements on an H100 come from results/h100/gpu-time.json.
 """
@@ -219,7 +219,7 @@ def rows_of_h100() -> Iterator[Row]:
 
 
 def with_time_of_rounds(row: Row) -> Row:
-    """Return a row of an earlier run; the step time is the median of rounds without `pages`."""
+    """Return a row of an earlier run with the median step time of its rounds without `pages`."""
     seconds = statistics.median(x for one in row["seconds"][1:] for x in one)
     guess, peak_mb = row["estimated"], row["peak_memory_mb"]
     return {**row, **compared(row["name"], row["config"], guess, peak_mb, seconds)}

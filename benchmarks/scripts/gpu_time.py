@@ -256,7 +256,7 @@ def attention(cases: Sequence[tuple[str, Any, int, int, Sequence[str]]]) -> Rows
 
 
 def vendors(cases: Sequence[tuple[bool, int, int]]) -> Rows:
-    """Yield times of every kernel for dense and causal calls, and whether its results repeat."""
+    """Yield times of every kernel for dense and causal calls, and whether its bits repeat."""
     for causal, head_dim, tokens in cases:
         shape = (8, 16, size(tokens), size(head_dim))
         q, k, v, do = (torch.randn(shape, device=DEVICE).to(getattr(torch, DTYPE)) for _ in "qkvo")

@@ -6,13 +6,13 @@
 
 - `refused`: the number of runs that ended before the fourth release
 - `verified`: the number of other runs whose `engine.verified` is True at the end
-- `total`: the distance between the clipped sums of a logical batch with one unit and without its
-  contribution, divided by the bound C (the largest value for two entries and two bounds)
-- `others`: the same distance for the sum of the other units. If a unit's gradient has the same
-  direction, the unit moves the whole sum by 1 + `others`.
+- `total`: how far one privacy unit moves a logical batch's clipped sum, divided by the bound C.
+  This is the largest distance for two entries of the unit and two bounds.
+- `others`: how far the unit moves the sum of all other units, divided by C. If its own gradient
+  has the direction of this change, the unit moves the whole sum by 1 + `others`.
 
-Both are null if a trainer refuses even without trials. `unseen` has rows with `total` or
-1 + `others` above 1.001 and a run that was not refused. `honest` has the runs of
+Both are null if a trainer refuses even without trials. `unseen` has rows with a run that was not
+refused and with `total` or 1 + `others` above 1.001. `honest` has the runs of
 `tests/end_to_end/test_honest_runs.py`, `ranks` some on two processes; `--seed N` repeats one run.
 """
 
@@ -76,7 +76,7 @@ def power(case, a, runs):
 
 
 def honest(seed, world=None):
-    """Return a row for the honest run of a seed: its refusal, if any, or why it was not made."""
+    """Return a row for an honest run; `refused` has its refusal, `not_made` why it did not run."""
     row = {"seed": seed, "architecture": honest_runs.choices(seed)["architecture"]}
     given = (honest_runs.__file__, "train", 2)
     try:

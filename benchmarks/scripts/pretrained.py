@@ -479,7 +479,7 @@ def make_runs(setting: Setting, *, task: Task, runs: Path) -> Setting:
 
 
 def settings() -> Iterator[Setting]:
-    """Yield all settings; in opake the table is frozen: its per-sample gradients would not fit."""
+    """Yield all settings; opake's table is frozen, as its per-sample gradients would not fit."""
     for unit in UNITS:
         for tuning in TUNINGS:
             yield Setting(NONPRIVATE, unit, tuning, None)
@@ -499,7 +499,7 @@ def urgency(setting: Setting) -> tuple[bool, bool, int, int]:
 
 
 def gathered(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each setting that ran all seeds: chosen values, and each seed's figures."""
+    """Return a row for each setting that ran all seeds: its options, and each seed's figures."""
     rows = []
     for setting in settings():
         own = [x for x in lines if Setting(*(x[name] for name in Setting._fields)) == setting]

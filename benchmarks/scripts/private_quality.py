@@ -3,7 +3,7 @@ r"""Measures held-out bits per byte of a language model trained without and with
 Runs differ in arithmetic (float32, bfloat16, float8) or in the attention pattern. For each seed
 and setting, a model is trained plainly (no noise, no bound) and privately at epsilon 8, from equal
 weights and logical batches. "bf16" is optimize="balanced", and "fp8" adds fp8=True. Trained models
-are detached and evaluated in float32. Repeat the command for runs that the JSON does not have yet.
+are detached and evaluated in float32. If the command is repeated, it makes the missing runs.
 
     python benchmarks/scripts/private_quality.py arithmetic --minutes 15 \
         --json benchmarks/results/cpu-epyc/fp8-quality.json --seeds 5 --steps 1000 5000
@@ -111,7 +111,7 @@ def bits_a_byte(model: nn.Module, data: TensorDataset) -> float:
 
 
 def differences(runs: Sequence[dict[str, Any]], baseline: str) -> dict[str, Any]:
-    """Return differences to the baseline by kind and steps, over seeds that have both runs."""
+    """Return each setting's difference to the baseline: the mean over seeds, and every seed's."""
     values = {tuple(r[k] for k in ("kind", "steps", "seed", "way")): r for r in runs}
     found: dict[str, Any] = {}
     for kind, steps, seed, way in values:

@@ -2,9 +2,9 @@ r"""Measures peak memory of plain and private training steps, on one rank and co
 
 - The longest sequence for which two steps add at most 256 MiB per rank, for the model of
   longest.py with a sliding window.
-- The memory that a step on one sample adds to a rank, for many weights (W) on P ranks. A private
-  step should need 4 W / P bytes more than a plain step, plus the data sent at a time (25 MiB, or
-  one larger weight).
+- The memory that a step on one sample adds to a rank. The model has many weights (W), and a
+  private step on P ranks should need 4 W / P bytes more than a plain step. It also needs memory
+  for the data that is sent at a time (25 MiB, or one larger weight).
 - The memory that dense causal ring attention, forward and backward, adds to a rank.
 
 By default glibc keeps freed blocks of up to 32 MiB, so that a peak depends on the order of

@@ -1,10 +1,10 @@
 r"""Trains a small LongNet privately on documents of 1,048,576 tokens to recall a value.
 
-A document has random tokens. In its first half, three of four tokens are the document's value, a
-token of VALUES. In its last quarter, the tokens that the long branch keeps are questions; the
-answer is the value. A quarter of the document or more lies between a question and the nearest
-value, so only the long branch connects the two. A second model must stay at chance, since its long
-branch has segments of an eighth of the document.
+A document has random tokens. Three of four tokens in its first half are its value, one of VALUES
+tokens. In its last quarter, each KEPT-th token is a question, whose answer is the value. The long
+branch of the attention attends to each KEPT-th token. A quarter of the document or more lies
+between a question and the nearest value, so only the long branch connects them. A second model
+must stay at chance, since its long branch has segments of an eighth of the document.
 
 The embedding is random and not trained; the rest of the model is trained. No held-out document is
 used for training. Some microbatches are padding, which hides how many documents a batch has.
@@ -61,7 +61,7 @@ class Recall(Dataset[tuple[Tensor, Tensor]]):
 
 
 def model_of(tokens: int, reach: int) -> dpflash.nn.LongContextLM:
-    """Return a model of one layer: one head with the long branch, one with KEPT-token segments."""
+    """Return a model of one layer and two heads: the long branch, and segments of KEPT tokens."""
     model = dpflash.nn.LongContextLM(
         QUESTION + 1,
         WIDTH,

@@ -29,10 +29,10 @@ def attention_backend(backend: str) -> AbstractContextManager[None]:
             o = dpflash.attention(q, k, v, causal=True)
         o.sum().backward()  # uses the backend of its forward
 
-    Other libraries have kernels for dense and causal attention in 16 bit. dpflash's own kernels
-    compute all other calls (patterns, sinks, slopes, masks, biases, fewer queries than keys,
-    float32), all calls on ROCm GPUs and, except short samples (see `dpflash.attention`), all calls
-    on a CPU. `dpflash doctor` and `engine.optimization` name a device's kernels.
+    Other libraries have kernels for dense and causal attention in 16 bit. For all other calls
+    (patterns, sinks, slopes, masks, biases, fewer queries than keys, float32) and on ROCm GPUs,
+    dpflash's own kernels run. They also run on a CPU, except for short samples (see
+    `dpflash.attention`). `dpflash doctor` and `engine.optimization` name a device's kernels.
 
     Args:
         backend: one of three names.
@@ -81,7 +81,7 @@ def _chosen(backend: str, *, of_model: bool = False) -> Iterator[None]:
 
 @contextmanager
 def attention_backend_of_model(backend: str) -> Iterator[None]:
-    """Set the backend of a private model's forward, also if a backward recomputes the forward."""
+    """Set the backend of a private model's forward, and of its recomputation in a backward."""
     global _again
     _again = backend
     with _chosen(backend, of_model=True):
@@ -100,5 +100,5 @@ def current_backend() -> str:
 
 
 def is_in_private_model() -> bool:
-    """Return whether a private model's forward runs; False while a backward recomputes it."""
+    """Return whether a private model's forward runs; its recomputation does not count."""
     return _current.get()[1]

@@ -124,11 +124,11 @@ def private_boundary(x: Tensor, *, max_grad_norm: float, noise_multiplier: float
     Guarantees:
         The returned gradient is private if its receiver sees nothing else that depends on the
         data of the loss. If row i depends on sample i alone, one backward is one Gaussian
-        mechanism with noise multiplier sigma under zero_out: the neighboring batch has, for one
-        sample, a loss whose gradient at the sample's row is zero. n backwards compose as n full
-        Gaussian steps; `dpflash epsilon --sample-rate 1 --steps n` computes their epsilon.
-        Sampling does not amplify privacy: the rows show who is in the batch. The noise never
-        repeats: it comes from ChaCha20, with a key from the operating system in each process.
+        mechanism with noise multiplier sigma under zero_out: in a neighboring batch, one sample's
+        loss has gradient 0 at the sample's row. n backwards compose as n full Gaussian steps;
+        `dpflash epsilon --sample-rate 1 --steps n` computes their epsilon. Sampling does not
+        amplify privacy: the rows show who is in the batch. The noise never repeats: it comes from
+        ChaCha20, with a key from the operating system in each process.
 
         Not private are the forward (x itself, the loss), the number and order of rows, and
         gradients of parameters between the boundary and the loss. Gradients of parameters before

@@ -133,8 +133,8 @@ def attention(
         Sample i of the result depends on sample i of q, k and v (and row i of key_padding_mask,
         sinks, alibi_slopes and position_bias) alone. Results are bitwise reproducible, except
         gradients under ``attention_backend("fast")``. On a CPU, torch's own
-        `scaled_dot_product_attention` computes dense calls without further options if there is one
-        query and no gradient or, outside of private models, one short sample (up to 2^21
+        `scaled_dot_product_attention` computes dense calls without further options in two cases:
+        one query and no gradient; or, outside of private models, one short sample (up to 2^21
         multiplications). The number of samples may then change the last bits; "own" prevents this.
     """
     if not isinstance(q, Tensor) or torch.is_autocast_enabled(q.device.type):

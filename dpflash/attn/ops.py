@@ -166,7 +166,7 @@ def attend(*inputs: Any, return_lse: bool) -> tuple[Tensor, Tensor]:
 
 
 class ReleasedAttention(torch.autograd.Function):
-    """`Attention` whose backward returns `release(grads, squared norms)`: clipped, with noise.
+    """`Attention` with the clipped, noisy gradients `release(grads, squared norms)`.
 
     One node computes the norms and adds the noise, so no operation in between can change the
     gradients. The node has no `setup_context`, so torch.func raises and does not vectorize noise.
@@ -319,7 +319,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
 
 
 def _asked(given: Sequence[Any]) -> tuple[bool, bool]:
-    """Return the options (bias_grad, squares) of a backward; an option left out is False."""
+    """Return (bias_grad, squares) from a backward's arguments; both are False by default."""
     bias_grad, squares = (*given[13:], False, False)[:2]
     return bias_grad, squares
 

@@ -105,9 +105,9 @@ def agree_on_lengths(
 ) -> list[int]:
     """Check that `values` are equal on all ranks; return the number of tokens of each rank.
 
-    All ranks of the group call this together, which takes one small exchange. If a rank passes an
-    `error`, all ranks raise a ValueError with the error of the first rank that has one. All ranks
-    also raise a ValueError that names the first value that differs, see `collectives.agree`.
+    All ranks of the group call this together, which takes one small exchange. If ranks pass an
+    `error`, all ranks raise a ValueError with the first of these errors. If a value differs, all
+    ranks raise a ValueError that names the first such value, see `collectives.agree`.
 
     Args:
         operation: the name of the exchange in messages.
@@ -115,8 +115,8 @@ def agree_on_lengths(
         length: number of tokens of this rank.
         group: the ranks.
         error: why this rank cannot continue, or None.
-        once: whether to skip the exchange if the same call was checked before. Only for calls that
-            send no tensors: if a rank makes a different call, only the next exchange fails.
+        once: whether to skip the exchange if the same call was checked before. If a rank then
+            makes a different call, only the next exchange fails, so calls must send no tensors.
     """
     text = "\n".join(f"{name}={value!r}" for name, value in values.items())
     own = [int(error is not None), digest(text), length]

@@ -92,9 +92,9 @@ def ring_attention(
     All ranks of the group call this function together, each with its own tokens from
     `dpflash.distributed.shard_sequence`. Either all ranks run the backward, or none does.
 
-    - "ring": each rank receives in turn those keys and values of every other rank that its queries
-      attend to, and returns their gradients directly (Liu et al., arXiv:2310.01889). It saves q,
-      k, v, o and lse of this rank, and needs memory for one more shard while it runs.
+    - "ring": each rank receives keys and values from one rank after another, as far as its queries
+      attend to them, and returns their gradients directly (Liu et al., arXiv:2310.01889). It saves
+      q, k, v, o and lse of this rank, and needs memory for one more shard while it runs.
     - "all_gather": one all-gather of keys and values in the forward and one in the backward, and
       one reduce-scatter of their gradients. It needs memory for the keys and values of the whole
       sequence while it runs.
@@ -208,7 +208,7 @@ def attend(
     """
     if q.shape[2] != context.layout.local_length(context.rank):
         raise ValueError(
-            "context is of another number of tokens than this rank's q: pass the context that "
+            "context is of another number of tokens than q of this rank: pass the context that "
             "context_parallel.agree returned for this call"
         )
     own, padding = context.local_length, q.shape[2] - context.local_length

@@ -93,7 +93,7 @@ class ShardedCall:
 
     @property
     def most_rows(self) -> int:
-        """Largest number of rows (key head, token) in an exchange between any two ranks."""
+        """Most key rows that two ranks exchange at once; a row is one token of one key head."""
         raise NotImplementedError
 
     def by_heads(
@@ -169,9 +169,9 @@ def _block_sums(x: Tensor, size: int, sharded: ShardedPattern, group: ProcessGro
 
 
 class BlockwiseForward:
-    """Computes the forward over key/value shards that are added one at a time; float32 or wider.
+    """Computes the forward over key/value shards that are added one at a time.
 
-    q is `[B, H, T, D]`, sinks and slopes are `[B, H]` or None.
+    Sums are float32 or wider. q is `[B, H, T, D]`, sinks and slopes are `[B, H]` or None.
     """
 
     def __init__(

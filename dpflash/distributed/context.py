@@ -173,7 +173,7 @@ class ContextParallel:
     def of(
         cls, mesh: DeviceMesh, mode: str = "auto", sharding: str | None = None
     ) -> ContextParallel:
-        """Return the context of a mesh: its dimension "context", or its only, unnamed dimension.
+        """Return the context of a mesh: the dimension "context", or a single unnamed dimension.
 
         A sharding of None means "contiguous".
         """
@@ -339,7 +339,7 @@ def loss_weights(
         mesh_or_group: a DeviceMesh with a dimension "context", or the group itself; None means the
             default group, or a single process without torch.distributed.
         ignore_index: targets with this value are not valid.
-        units: for a packed batch, the units of this rank's part: B documents instead of rows.
+        units: for a packed batch, the positions of its B documents (samples) in this rank's part.
 
     Returns:
         `[B]`, float32: number of valid targets on this rank divided by the number on all ranks;

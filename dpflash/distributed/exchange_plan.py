@@ -71,7 +71,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class NeededRows:
-    """The rows (key head, token) of a shard that queries of another rank attend to."""
+    """The key rows of a shard to which another rank attends; a row is one token of one head."""
 
     count: int  # number of rows
     tokens: slice | None  # the tokens if all heads need the same contiguous range, else None
@@ -131,8 +131,8 @@ def pieces(
 ) -> tuple[Piece, ...]:
     """Return the pieces between the queries of one rank and the keys of one or all ranks.
 
-    With `by_chunk` there is one piece for each pair of chunks, since ALiBi needs distances between
-    tokens. `runtime` is an `Adaptive` pattern's tile graph of the whole sequence.
+    With `by_chunk`, each pair of chunks has its own piece, so that ALiBi can compute distances
+    between tokens. `runtime` is an `Adaptive` pattern's tile graph of the whole sequence.
     """
     if runtime is None:
         return _static_pieces(sharded, queries_of, keys_of, device, by_chunk)
@@ -142,7 +142,7 @@ def pieces(
 
 
 def pack(x: Tensor, needed: NeededRows) -> Tensor:
-    """Return the needed rows of x, contiguous, `[B, n, D]` or `[B, G, n, D]`; may return x."""
+    """Return x's needed rows, `[B, n, D]` or `[B, G, n, D]`: a contiguous copy, or x itself."""
     if needed.tokens is not None:
         return x[:, :, needed.tokens].contiguous()
     assert needed.index is not None
@@ -158,7 +158,7 @@ def packed_like(x: Tensor, needed: NeededRows) -> Tensor:
 
 
 def unpack(packed: Tensor, heads: int, tokens: int, needed: NeededRows) -> Tensor:
-    """Return a shard `[B, G, S, D]` with the packed rows, 0 in others; may return `packed`."""
+    """Return a shard `[B, G, S, D]` with the packed rows, 0 elsewhere; maybe `packed` itself."""
     if needed.count == heads * tokens and needed.tokens is not None:
         return packed
     batch, dim = packed.shape[0], packed.shape[-1]

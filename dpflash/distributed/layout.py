@@ -52,9 +52,9 @@ class Layout:
         return _chunks(self, rank, self.num_tokens if length is None else length)
 
     def local_length(self, rank: int, length: int | None = None) -> int:
-        """Return the number of a rank's tokens, or of its tokens before position `length`.
+        """Return the number of a rank's tokens, by default of all tokens.
 
-        In local order, the tokens before `length` come first.
+        With `length`, only tokens before this position count; they come first in local order.
         """
         return sum(chunk.length for chunk in self.chunks(rank, length))
 

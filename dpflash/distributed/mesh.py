@@ -80,9 +80,9 @@ class Ranks:
         return collectives.rank_in(self.everyone) == 0
 
     def data_may_carry(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether an exchange of tensors over `data` can send the values of `agree` too.
+        """Return whether an exchange of these tensors in `data` can also send values of `agree`.
 
-        It can if `data` holds all ranks, and `agree` sends from the device of the tensors.
+        This needs a group `data` of all ranks, and tensors on the device from which `agree` sends.
         """
         if self.everyone is None or self.data is None or not tensors:
             return False
@@ -112,9 +112,9 @@ class Ranks:
         Args:
             operation: the name of the exchange in messages.
             action: a function without collectives; its result is sent to all ranks.
-            carry: lets an exchange that is due anyway send whether rank 0 failed. It gets whether
-                this rank failed, and returns on all ranks whether rank 0 failed. If rank 0 did not
-                fail, nothing else is sent, so the action must return b"".
+            carry: function that sends, in an exchange that is due anyway, whether rank 0 failed.
+                Its argument is whether this rank failed, and its result whether rank 0 failed. If
+                rank 0 did not fail, nothing else is sent, so the action must return b"".
         """
         if self.everyone is None:
             return action()
@@ -173,7 +173,7 @@ class Ranks:
 
 
 def _described(error: Exception) -> str:
-    """Return an error's text for other ranks, with prefix "!" for a `PrivateRefusal`, else "-"."""
+    """Return an error's text for other ranks, after "!" for a `PrivateRefusal`, else after "-"."""
     return (
         f"!{error}" if isinstance(error, PrivateRefusal) else f"-{type(error).__name__}: {error}"
     )

@@ -214,14 +214,14 @@ def _require_embedded(module: Any, length: int) -> None:
 
 
 def _documents(positions: Tensor, rows: int) -> Documents | None:
-    """Return the documents, which begin where positions `[B, T]` or `[1, T]` restart, or None."""
+    """Return the documents between restarts of positions `[B, T]` or `[1, T]`, or None."""
     starts, restarts = positions.diff(dim=1) != 1, positions == positions.min()
     if not starts.any():
         return None
     if not (restarts[:, 0].all() and torch.equal(starts, restarts[:, 1:])):
         raise PrivateRefusal(
             "position_ids with context_parallel: expected consecutive positions that restart at "
-            "the same value in each document; pass those that model.context_parallel.shard returns"
+            "the same value in each document; pass the result of model.context_parallel.shard"
         ) from None
     borders = restarts.expand(rows, -1).flatten().nonzero()[:, 0].tolist()
     return Documents(cu_seqlens=[*borders, rows * positions.shape[1]], causal=True)
@@ -242,9 +242,9 @@ def _attention(
     call: _Call | None = kwargs.pop(_CALL, None)
     if call is None:
         raise ValueError(
-            f"{type(module).__name__} with context_parallel: its model was not called as a whole, "
-            "or shares its config with a context parallel model; call the whole model, and pass "
-            "copy.deepcopy(config) to each further model"
+            f"{type(module).__name__} with context_parallel was called outside of its model's "
+            "forward, or shares its config with a context parallel model; call the whole model, "
+            "and give each further model copy.deepcopy(config)"
         )
     on = (name for name, value in kwargs.items() if value is not None and value is not False)
     foreign = [name for name in on if name not in _PASSED_ON]

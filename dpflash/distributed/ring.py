@@ -134,7 +134,7 @@ class Ring(ShardedCall):
     def return_gradients(
         self, step: int, dkv: Sequence[Tensor] | None, own: Sequence[Tensor]
     ) -> PendingExchange:
-        """Start to send gradients `[B, G, S, D]` back to the rank whose keys a step used."""
+        """Start to send gradients `[B, G, S, D]` to the rank that owns the keys of a step."""
         device = own[0].device
         needed, given = self.needed(step, device), self.given(step, device)
         return send_and_receive(

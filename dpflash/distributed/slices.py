@@ -1,8 +1,8 @@
 """Slices: which elements of each parameter's sum a rank owns, and how ranks exchange them.
 
-Each element has one owner: the rank that sums it over all ranks and adds noise to the sum. A rank
-sends its part of each element to the owner. It adds up the parts that it receives in a fixed order
-and draws noise for its own elements only. Noisy elements then go to all ranks that need them.
+Each element has one owner: the rank that sums it over all ranks and adds noise to the sum. The
+other ranks send their parts of the element to the owner. An owner adds up the parts in a fixed
+order, and draws noise for its own elements only. Ranks then receive the noisy elements they need.
 
 Letters: P ranks of a group, B samples, n elements of a parameter.
 """
@@ -23,9 +23,9 @@ from .mesh import Ranks
 class Slices:
     """Divides the elements of each parameter over the ranks.
 
-    The ranks of a context divide a parameter's elements into slices. The ranks with other samples
-    divide each slice again. If a parameter is sharded over a group, the group's slices are the
-    rows that its ranks hold.
+    The ranks of a context (with parts of the same samples) divide a parameter's elements into
+    slices. Ranks with other samples divide each slice again. If a parameter is sharded over a
+    group of ranks, each rank's slice is the rows that it holds.
     """
 
     def __init__(self, ranks: Ranks):
@@ -33,7 +33,7 @@ class Slices:
         self._scattered: dict[nn.Parameter, bool] = {}
 
     def is_scattered(self, parameter: nn.Parameter) -> bool:
-        """Return whether ranks with other samples hold (and sum) different rows of a parameter."""
+        """Return whether there is no context, and the data parallel ranks shard the parameter."""
         found = self._scattered.get(parameter)
         if found is None:
             found = self.ranks.context is None and _is_over(parameter, self.ranks.data)
@@ -71,14 +71,14 @@ class Slices:
         return dict(zip(totals, (x.flatten() for x in rows), strict=True))
 
     def bundled(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        """Yield parameters in bundles, equal on all ranks, whose sums are sent together."""
+        """Yield lists of parameters whose sums are sent together; all ranks yield equal lists."""
         for bundle in bundles(parameters, [2 * p.numel() for p in parameters]):
             yield [parameters[i] for i in bundle]
 
     def reduced(
         self, sums: Mapping[nn.Parameter, Tensor], names: Sequence[object] | None
     ) -> dict[nn.Parameter, Tensor]:
-        """Add the sums `[n]` of ranks with other samples; return the elements that this rank owns.
+        """Add sums `[n]` over the ranks with different samples; return the elements of this owner.
 
         The result has the sums' common dtype. If nothing is sent, the given sums are returned.
         """
@@ -94,7 +94,7 @@ class Slices:
         return {p: own[p] for p in sums}
 
     def released(self, own: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
-        """Gather the elements of a release that this rank needs: its rows, or all elements."""
+        """Gather the noisy elements that this rank needs: its rows of a shard, or all elements."""
         data, context, parts = self.ranks.data, self.ranks.context, dict(own)
         if data is not None:
             apart = [p for p in parts if not self.is_scattered(p)]
@@ -114,7 +114,7 @@ _SUMS = "sum of the clipped gradients over all samples"
 
 
 def shares(elements: int, group: ProcessGroup | None, unit: int = 1) -> list[slice]:
-    """Return each rank's range of elements: equal multiples of `unit`; the last are shorter."""
+    """Return each rank's range of elements, in multiples of `unit`; last ranges may be shorter."""
     count = world_size(group)
     size = -(-elements // (unit * count)) * unit
     return [slice(min(r * size, elements), min((r + 1) * size, elements)) for r in range(count)]

@@ -71,7 +71,7 @@ class HeadExchange:
     ) -> list[Tensor]:
         """Exchange each `[B, h, T, ...]` for `[B, H, T_p, ...]`; the inverse of `to_heads`.
 
-        `heads` has, for each tensor, the heads of each rank.
+        `heads` lists, for each tensor, which of its heads are on each rank.
         """
         ranks, tokens = range(len(self.heads)), self.sharded.tokens(self.rank)
         sent = []
@@ -93,7 +93,7 @@ class HeadExchange:
 
 
 class _ToHeads(torch.autograd.Function):
-    """`HeadExchange.to_heads` for q, k and v; a rank sends zeros for missing gradients."""
+    """Differentiable `HeadExchange.to_heads` of q, k and v; missing gradients are sent as 0."""
 
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, *qkv: Tensor) -> tuple[Tensor, ...]:
@@ -109,7 +109,7 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """`HeadExchange.to_tokens` for o and lse; a rank sends zeros for missing gradients."""
+    """Differentiable `HeadExchange.to_tokens` of o and lse; missing gradients are sent as 0."""
 
     @staticmethod
     def forward(ctx: Any, exchange: HeadExchange, *o_lse: Tensor) -> tuple[Tensor, ...]:

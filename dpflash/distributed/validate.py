@@ -86,8 +86,8 @@ def check_module(module: nn.Module, ranks: Ranks) -> None:
             )
         if set(holders(parameter)) not in groups:
             raise ValueError(
-                f"parameter '{name}' is sharded over the ranks {holders(parameter)}: expected "
-                "all ranks of the data dimensions, of a context, or of the mesh; call "
+                f"parameter '{name}' is sharded over the ranks {holders(parameter)}: expected all "
+                "ranks of the mesh, of its data dimensions, or of its context dimension; call "
                 "fully_shard with mesh['data'], or with mesh['dp_replicate', 'dp_shard'] if the "
                 "mesh has these dimensions"
             )

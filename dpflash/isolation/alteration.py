@@ -43,7 +43,7 @@ def of_documents(batch: PackedBatch, number: int) -> Alteration:
 
 
 def of_one(batch: Any, before: Any | None, real: Tensor) -> Alteration:
-    """Return the microbatch to run before `batch`, which has one sample: `before` or a copy.
+    """Return the microbatch to run before a single-sample `batch`: `before`, or a copy.
 
     Args:
         batch: the microbatch, which is not changed.
@@ -93,13 +93,13 @@ def sources(
 ) -> Tensor:
     """Return, for each sample, the sample whose contents it receives: `[U]`, int64.
 
-    A random half of the samples, and all padding, receive the contents of one sample. Its many
-    copies overload any routing with a capacity.
+    All padding and a random half of the samples receive the contents of one sample. If experts
+    have a capacity, so many equal samples exceed it.
     - Samples that may determine a scale or a weight of the batch, see `_telling`, are replaced
       first. In half of the cases the copied sample has the rarest label.
-    - Of four samples or more, the sample with the most padding in a mask and the sample with the
-      least stay. Without padding, operators would run other kernels, which round differently.
-      And a loop may cut a batch to its longest sample.
+    - If there are four samples or more, the samples with the most and the least padding in a mask
+      are kept. Otherwise operators could run other kernels, which round differently, or the loop
+      could cut the batch to another length.
 
     Args:
         batch, size, real, units, rng: see `of_samples`.
@@ -130,7 +130,7 @@ def sources(
 
 
 def kept_by(source: Tensor, real: Tensor | None) -> Tensor:
-    """Return which samples keep their contents, `[U]`, bool; none if fewer than two would."""
+    """Return which real samples keep their contents, `[U]`, bool; none if there is only one."""
     own = source == torch.arange(len(source))
     real = torch.ones_like(own) if real is None else real
     return own & real & (real.sum() > 1)
@@ -151,14 +151,14 @@ def complement(batch: Any, first: Alteration, rng: np.random.Generator) -> Alter
 
 
 def _filled(batch: Any, size: int, rows: list[int]) -> tuple[set[int], set[int]]:
-    """Return (rows with the least sum in a mask, rows with the greatest), if its sums differ."""
+    """Return the rows with the least and the greatest sum of each mask whose row sums differ."""
     sums = [own[rows] for own in mask_sums(batch, size) if rows]
     sums = [own for own in sums if bool((own != own[0]).any())]
     return {rows[int(own.argmin())] for own in sums}, {rows[int(own.argmax())] for own in sums}
 
 
 def _telling(batch: Any, size: int, rows: list[int]) -> tuple[set[int], set[int]]:
-    """Return (rows with the rarest label, rows with the greatest or least maximum)."""
+    """Return (rows with the rarest label, rows whose largest |entry| is greatest or least)."""
     rare: set[int] = set()
     extreme: set[int] = set()
     for _, x in entries_of(batch, size):

@@ -49,7 +49,7 @@ class ProvableBackward(Protocol):
         """Whether the backward is compared with that of an altered microbatch."""
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
-        """Receive the gradients `[B, ...]` of the model's outputs in a scalar loss's backward."""
+        """Receive a scalar loss's gradients `[B, ...]` with respect to the model's outputs."""
 
     def refuse_reduction(
         self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int
@@ -61,7 +61,7 @@ class ProvableBackward(Protocol):
 
 
 class WatchedRows(Watch, Protocol):
-    """A watch that sees per-sample gradients even if a backward runs no clipping gates."""
+    """Watches per-sample gradients, also in a backward that runs no clipping node (gate)."""
 
     def dense(self, slot: Slot, layer: str, grad: Tensor | None) -> Tensor | None:
         """Record a parameter's per-sample gradients; return the gradients to pass on."""
@@ -69,7 +69,7 @@ class WatchedRows(Watch, Protocol):
 
 @dataclass
 class _Use:
-    """One operation in a backward: digests of its rows, nonzero rows, its number, row shape."""
+    """Describes the rows of an operation in a backward: digests, whether nonzero, shape."""
 
     summaries: Tensor
     nonzero: Tensor
@@ -89,8 +89,8 @@ class BackwardRows:
         real: `[B]`, bool: whether the row is a sample.
         uses: the operations on each parameter, in order.
         layers: the name of each parameter's layer.
-        refusal: message on the layer nearest to the losses in which a sample of weight 0 has a
-            nonzero row.
+        refusal: message if a sample of weight 0 has a nonzero row; names the first such layer of
+            the backward.
         is_foreign: whether there were rows of another batch; other code refuses such rows.
         has_met_gate: whether a clipping gate ran: then this is a backward of losses.
         left_out: `[B]`, bool: samples that are not compared, because a row is not finite.
@@ -127,7 +127,7 @@ class BackwardRows:
         return grad.new_zeros(()).expand_as(grad)
 
     def _see(self, slot: Slot, layer: str, rows: Tensor, units: Units | None = None) -> None:
-        """Record rows `[B, ...]` or, if samples are `units`, all their entries `[n, ...]`."""
+        """Record each sample's row, `[B, ...]`, or with `units` all their entries `[n, ...]`."""
         rows = rows.detach()
         if not rows.ndim or (len(rows) if units is None else units.size) != len(self.weights):
             self.is_foreign = True

@@ -56,7 +56,7 @@ class Call:
         return tuple(named.pop(place) for place in range(self._positional)), named
 
     def of_one(self, source: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return (args, kwargs) in which all samples are the sample that `altered` copies most."""
+        """Return (args, kwargs) with copies of one sample, the most frequent one in `source`."""
         return self.altered(torch.full_like(source, int(source.bincount(minlength=1).argmax())))
 
     def rest(self) -> Iterator[tuple[object, str, Any]]:
@@ -75,7 +75,7 @@ class Call:
 
 
 class LeftAlone:
-    """Tracks whether arguments in which no sample is replaced are the same in all calls."""
+    """Detects changes between calls in the arguments that `Call` leaves unaltered."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], object] = {}
@@ -122,7 +122,7 @@ def _leaves_within(value: Any, place: str = "", depth: int = 0) -> Iterator[tupl
 
 
 def _lengths(value: Any, size: int) -> Iterator[tuple[int, ...]]:
-    """Yield the samples' sizes in each dimension, for each list of `size` samples."""
+    """Yield tuples of the samples' sizes, one for each dimension of a list of `size` samples."""
     for _, found in leaves_of(value, kinds=(list, tuple)):
         if len(found) == size and all(hasattr(x, "__len__") for x in found):
             shapes = [x.shape if hasattr(x, "shape") else (len(x),) for x in found]

@@ -1,9 +1,9 @@
 """Comparison: finds differences between two runs, for samples with equal contents in both runs.
 
 On a deterministic device all results must be equal bit for bit. On other devices rows may differ
-by sqrt(eps) of their norm, and losses by eps^(2/3) (eps: machine epsilon). Rounding changes them
-by less, and other samples usually by more. `PlaceTrial` compares gradients of samples that moved
-to other rows.
+by sqrt(eps) of their norm, and losses by eps^(2/3) (eps: machine epsilon). Rounding causes smaller
+differences, and a dependence on other samples usually larger differences. `PlaceTrial` compares
+gradients of samples that moved to other rows.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def reached(first: ForwardRows, second: ForwardRows, replaced: Tensor) -> bool:
 
 
 def kept(first: ForwardRows, second: ForwardRows, size: int, attributes: list[str]) -> str | None:
-    """Compare two forwards that began with different attributes; return a message or None.
+    """Return a message if changed attributes of the model changed its results, or None.
 
     Args:
         first, second: two forwards of one batch.
@@ -150,7 +150,7 @@ def changed_losses(
 
     Args:
         before, now: losses of two runs; or `[U, K]`, products of gradients with K random vectors.
-            Root mean squares of their differences estimate norms of the gradients' differences.
+            The RMS over K of a difference estimates the norm of the gradients' difference.
         kept: `[U]`, bool, on the CPU.
         rounding: the allowed relative difference if the second run rounds differently; None if the
             second run repeats the first.
@@ -179,7 +179,7 @@ def changed_losses(
 
 
 def changed_rows(before: list[Tensor], now: list[Tensor]) -> Tensor | None:
-    """Return `[U]`, bool: which rows differ in some tensor; arguments are lists of digests `[U]`.
+    """Return which rows differ in a tensor, `[U]`, bool, given each tensor's digests `[U]`.
 
     Returns None if the two batches do not have the same tensors.
     """
@@ -194,7 +194,7 @@ def changed_rows(before: list[Tensor], now: list[Tensor]) -> Tensor | None:
 def changed_use(
     before: BackwardRows, now: BackwardRows, kept: Tensor, text: str, group: int | None = None
 ) -> str | None:
-    """Return a message on the layer nearest to the losses at which kept rows changed, or None.
+    """Return a message on the first layer of the backward whose kept rows changed, or None.
 
     Args:
         before, now: the rows of two backwards.

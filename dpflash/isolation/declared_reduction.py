@@ -70,8 +70,8 @@ def refuse_scalars(batches: Sequence[Sequence[Tensor]], declared: str) -> str | 
     """Return a message if the scalars of four batches are not reductions over samples, or None.
 
     Args:
-        batches: 0-dim outputs of the model for batches a, b, c, d. In each row, a and b together
-            must hold the same two samples as c and d.
+        batches: 0-dim outputs a, b, c, d of the model for four batches. In each row, the first two
+            batches together must hold the same two samples as the last two.
         declared: "mean" or "sum".
 
     Means and sums over samples satisfy a + b = c + d, even if each row has its own random mask.
@@ -127,7 +127,7 @@ def refuse_weights(
 
 
 def _is_of_no_known_scale(weights: Tensor, targets: Tensor, unit: float) -> bool:
-    """Return whether tokens have class weights times a factor that is not known.
+    """Return whether each token's weight is its class's weight times an unknown factor.
 
     Args:
         weights: `[B, T]`, with different sums for different samples.

@@ -15,11 +15,11 @@ _PADDING = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, "sample_index"
 def with_changed_documents(batch: PackedBatch, number: int) -> tuple[PackedBatch, Tensor]:
     """Return a copy of a batch in which some documents are left out and some have other tokens.
 
-    Trials come in pairs, of two types in turn. In the first type, each trial changes every other
-    document (in later pairs, every other two, four, ...). In the second type, one trial changes
-    the longer half and the other trial the shorter half. A document that is left out becomes
-    padding, so the borders and the numbers of documents, tokens and labels change. Other changed
-    documents keep position and length, but get the next document's tokens and labels, reversed.
+    Trials come in pairs, of two types in turn. In the first, one trial changes even documents, the
+    other odd documents (later, groups of 2, 4, ... alternate). In the second, one changes the
+    longer half, the other the shorter half. A document that is left out becomes padding, so the
+    borders and the numbers of documents, tokens and labels change. Other changed documents keep
+    position and length, but get the next document's tokens and labels, reversed.
 
     Args:
         batch: the batch, which is not changed.
@@ -94,7 +94,7 @@ def moved(batch: PackedBatch) -> PackedBatch | None:
 
 
 def _chosen(batch: PackedBatch, filled: list[int], number: int) -> tuple[list[int], list[int]]:
-    """Return (documents to change, documents among them to leave out), from at least two."""
+    """Return (documents to change, subset of them to leave out); `filled` has at least two."""
     pair, odd = divmod(number, 2)
     by_length = sorted(filled, key=lambda unit: -_length(batch, unit))
     half = (len(filled) + 1) // 2

@@ -20,7 +20,7 @@ class ForwardRows:
     """Records the inputs of the private layers and the model's outputs in a forward, in order.
 
     Args:
-        compares: whether a module that runs sample by sample also runs the batch, to compare.
+        compares: whether to compare a module's sample-by-sample run with a run of the whole batch.
         only_dtypes: whether only dtypes are recorded.
         units: the samples if they are not single rows, else None.
 
@@ -57,7 +57,7 @@ class ForwardRows:
 
         Args:
             name: name of the layer.
-            x: the input, `[B, ...]` or, if samples are units, all their entries `[n, ...]`.
+            x: the input: `[B, ...]`, or with `units` the samples' entries `[n, ...]`.
             padded_to: the length to which the layer padded, or None.
         """
         self._note(f"the input of layer '{name}'", x, self.units)

@@ -35,8 +35,8 @@ class FunctionState:
     objects and of their classes, and small containers found there. The following is not saved:
     - larger containers, and more than 2^20 numbers in tensors and arrays;
     - the state of dpflash, torch, NumPy and the standard library;
-    - data of objects whose class is from another package than the functions. Such an object, once
-      restored, could contradict its open files, or threads that wait on its queue.
+    - data of objects of other packages than the functions'. A restored object could contradict its
+      open files, or threads that wait on its queue.
 
     Args:
         functions: functions, or objects with methods.
@@ -77,7 +77,7 @@ class FunctionState:
                 generator.seed(seed)
 
     def has_generators_of(self, other: FunctionState) -> bool:
-        """Return whether all generators of the other state are among those of this state."""
+        """Return whether this state has all generators of the other state."""
         own, others = ({id(x) for x, _ in state._generators} for state in (self, other))
         return others <= own
 

@@ -1,7 +1,7 @@
-"""ReplacedLabels: records which labels isolation tests (trials) have replaced, and which kept.
+"""ReplacedLabels: counts how often isolation tests (trials) replaced and kept each label.
 
 A rare label may change the weights of all losses: a mean with class weights couples samples if a
-batch has several classes. A microbatch is tried if trials never replaced, or kept, a class of it.
+batch has several classes. A microbatch is tried until trials have replaced and kept each class.
 """
 
 from __future__ import annotations

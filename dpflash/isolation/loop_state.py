@@ -138,7 +138,7 @@ class Options:
                     own[name] = value
 
     def changed_otherwise(self, begin: Options, now: Options) -> str | None:
-        """Return an option's name if its values in begin, self and now all differ, else None.
+        """Return an option's name if it has three distinct values in begin, self, now; else None.
 
         Args:
             begin, now: options of the same optimizers; schedulers may differ.
@@ -153,7 +153,7 @@ class Options:
 
 
 def _shows_variables(code: CodeType) -> bool:
-    """Return whether a function calls locals(), so that it may hold its frame's `f_locals`."""
+    """Return whether a function calls locals(): reading its variables changes the result."""
     is_copied = sys.version_info < (3, 13) and bool(code.co_flags & inspect.CO_OPTIMIZED)
     # The assert statements of pytest call locals() too.
     return is_copied and "locals" in code.co_names and "@py_builtins" not in code.co_names
@@ -191,7 +191,7 @@ def _contents_of(cell: CellType) -> list[Any]:
 
 
 def restore_of(value: Any) -> partial[Any] | None:
-    """Return a partial that restores the state (its last argument) of a generator, or None."""
+    """Return a partial that restores a generator's state, its last argument; else None."""
     if not _is(value, *_GENERATORS):
         return None
     if _is(value, torch.Generator):

@@ -116,7 +116,7 @@ class PlaceTrial:
             nothing.
         declared: the loss_reduction, or None. If it is set, each logical batch compares gradients.
             If it is None, only the first two logical batches do, and only for 32-bit models.
-        numbers: the current max_grad_norm, by its name.
+        numbers: maps "max_grad_norm" to its current value.
 
     Attributes:
         is_running: whether one of the runs has begun and not ended.
@@ -231,7 +231,7 @@ class PlaceTrial:
             self._others = self._other_states()
 
     def forward(self, dtypes: set[torch.dtype], *, is_random: bool) -> None:
-        """Record a call of the model; it draws one number from torch's generator, a mask seed.
+        """Record a call of the model, which draws one number, a mask seed, from torch's generator.
 
         Args:
             dtypes: the dtypes that the model computes in.
@@ -272,7 +272,7 @@ class PlaceTrial:
                 module.training = True
 
     def take_scalar(self, loss: Tensor) -> bool:
-        """Run a scalar loss's backward to the copies of `ends_at`; return whether they exist."""
+        """Backpropagate a scalar loss to the copies of `ends_at`; return whether there are any."""
         if self._ends:
             torch.autograd.backward(loss, inputs=[own for _, own in self._ends])
         return bool(self._ends)
@@ -321,9 +321,9 @@ class PlaceTrial:
         return (found,)
 
     def take(self, losses: Tensor) -> None:
-        """Record the losses `[U]` of a run, or of the microbatch itself if `waits`.
+        """Record the losses `[U]` of a run or, if `waits`, of the microbatch itself.
 
-        The losses of the microbatch are compared with those of the runs, which sets `refused`.
+        The last recorded losses are compared with the earlier ones; a difference sets `refused`.
         """
         self._losses.append(losses.detach().clone())
         if len(self._losses) <= len(self._places):
@@ -414,8 +414,8 @@ def in_another_order(
         rng: a secret generator.
 
     Returns:
-        (the moved batch, whether each row is that of a compared sample); None if it has fewer
-        than three samples, or no part with rows.
+        (the batch with exchanged rows; for each row, whether its sample is compared). None if the
+        batch has fewer than three samples, or no part with rows.
     """
     of_row = samples.numpy()
     numbers, order = rng.permutation(np.unique(of_row[of_row >= 0])), np.arange(len(of_row))

@@ -31,8 +31,8 @@ class PlaceGradients:
     Attributes:
         values: the products `[B, K]`, fp64, of each clipping group.
         squares: squared sizes `[B]`, fp64, of each group, to which rounding is relative.
-        parts: of each recorded gradient: (group, position of the parameter, whether the operation
-            computed it). Runs with other parts (a compiled forward) are not compared.
+        parts: for each recorded gradient, (group, position of the parameter, whether the gradient
+            was materialized). Two runs with different parts (a compiled forward) are not compared.
     """
 
     def __init__(self, seed: int, finished: Callable[[int], object] = lambda group: None) -> None:
@@ -44,7 +44,7 @@ class PlaceGradients:
         self._task = -1
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        """Record an operation's tensors `[B, T, ...]`: their products, summed over T, are G."""
+        """Record tensors `[B, T, ...]`; their product, summed over T, is the sample's gradient."""
         self._enter()
         values: Tensor | None = None
         squares: Tensor | None = None

@@ -53,7 +53,7 @@ class _Progress:
     """Progress of one half of the test: the operations of backwards, or the layers of forwards.
 
     Attributes:
-        known: names seen so far.
+        known: names of the operations or layers seen so far.
         unproven: the known names that are not proven yet.
         samples: number of samples that were compared.
         batches: number of batches since the proof began, tried or not.
@@ -161,7 +161,7 @@ class Proof:
 
     @property
     def verified(self) -> bool | Literal["pending", "gradients", "forward"]:
-        """True if backward and forward passed; "gradients" or "forward" if only this could."""
+        """True if both tests passed; "gradients" or "forward" if only one test was possible."""
         if not self.is_on:
             return False
         modes = [mode for mode in self._modes.values() if mode.is_trained] or [_Mode()]
@@ -339,8 +339,8 @@ class Proof:
 
         Outputs for an altered microbatch are wrapped too, so that both backwards are the same.
 
-        The test sets rows of the scalar's gradient at the outputs to zero, since it cannot weight
-        the scalar's terms. Only `declared_reduction` tests the reduction, in the forms it knows.
+        The test cannot weight a scalar's terms, so it sets rows of the scalar's gradient at the
+        outputs to zero. Only `declared_reduction` tests the reduction, in the forms it knows.
         """
         uses = self._mode.uses
         # With ranks, `is_due` may differ: other ranks do not know of this rank's new operations.

@@ -57,8 +57,8 @@ class Recording:
     def watch_row(self) -> BackwardRows:
         """Begin to watch the backward of the next sample, if losses are computed one by one.
 
-        The later run may round differently, since a recurrent layer pads each sample to the
-        longest sample that the layer has received so far.
+        Two runs may round differently, since a recurrent layer pads each sample to the longest
+        sample that the layer has received so far.
         """
         one = torch.ones(1, dtype=torch.bool)
         watch = BackwardRows(one, one, rounds=True)

@@ -59,10 +59,10 @@ def exchanged(
 
     Rows are the entries of tensors and arrays whose first dimension is `size`, and the elements of
     lists of length `size`. A list of `size` tensors, each with first dimension `size`, is
-    ambiguous: a tensor may be a batch, or a sample as long as the batch. If a batch has such a
-    list, nothing in the batch counts as rows. Two lists are not ambiguous: an inner list of dicts
-    with the same keys, where each dict is a sample, and the outermost list, where each tensor is
-    a field of the batch.
+    ambiguous: a tensor may be a field of the batch, or a sample with `size` entries. If a batch
+    has such a list, nothing in the batch counts as rows. There are two exceptions. In an inner
+    list of dicts with the same keys, each dict is a sample. In the outermost list, each tensor is
+    a field.
 
     Args:
         batch: the batch, which is not changed.

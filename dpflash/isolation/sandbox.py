@@ -35,10 +35,10 @@ class Sandbox:
     """Saves the state of model and loop, and restores it after each run of a microbatch.
 
     Values that the loop sets before the first forward (a learning rate, `model.tau`) are not
-    restored, since the loop may set such values only once: the later runs of a microbatch, and
-    the microbatch itself, keep the values of the first run. Numbers that the loop sets only after
-    the microbatch itself (as with `if loader.is_last`) are not restored either. The loader seeds
-    the global generators with the same seed for each run.
+    restored, since the loop may set such values only once. Later runs, and the microbatch itself,
+    keep the values of the first run. Numbers that the loop sets only after the microbatch itself
+    (as with `if loader.is_last`) are not restored either. The loader seeds the global generators
+    with the same seed for each run.
 
     Args:
         modules: (name, module) of the model; the modules' own attributes are restored.
@@ -135,7 +135,7 @@ class Sandbox:
         """End a microbatch, because the loop asks for another one.
 
         Raises:
-            PrivateRefusal: the loop set an option by its count of iterations, for a second time.
+            PrivateRefusal: for the second time, an option depended on the count of iterations.
         """
         if self._options is not None and self._behind is not None:
             changed = self._behind.changed_otherwise(self._options, self._present())

@@ -216,7 +216,7 @@ class Trial:
         """Return whether to compare the backward with the altered microbatch's backward.
 
         Args:
-            is_alone: whether there are no other ranks, so that an empty comparison is skipped.
+            is_alone: whether there are no other ranks; then empty comparisons are skipped.
         """
         held = self.held_backward
         return held is not None and (not is_alone or bool(held[1].any()))

@@ -13,9 +13,9 @@ so a replay cannot repeat them.
     optimizer.step():  as usual
 
 Calls that cannot be captured run layer by layer, and `engine.optimization` reports the reason.
-These are calls on batches of an isolation test, and calls with random masks, with hooks, or
-without instantiated per-sample gradients. The model must keep no results, and must read and write
-only its arguments, parameters and buffers, since a replay would use another batch's tensors.
+Calls on batches of an isolation test are not captured, nor calls with random masks, with hooks or
+without instantiated per-sample gradients. A captured model must keep no results, and use only its
+arguments, parameters and buffers: a replay would read and write other tensors of an old batch.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Recorder(Protocol):
     """Records the kernels that are launched inside a context, and replays them."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """Run the block on the recorder's stream without recording it, as a warm-up."""
+        """Warm up: run the body on the stream of the recordings, without recording it."""
 
     def recording(self) -> AbstractContextManager[Callable[[], None]]:
         """Record the block; yields the function that replays it."""
@@ -507,7 +507,7 @@ class _Seen(TorchDispatchMode):
         return made is not None and not made.expired()
 
     def refusal(self) -> str | None:
-        """Return why the forward cannot be captured, or None. First delete its outputs."""
+        """Return why this forward cannot be captured, or None. Delete its outputs before."""
         gc.collect()
         if self._refusal is None and not all(made.expired() for made in self._made.values()):
             return "its forward keeps tensors that it does not return, on the model or in a list"
@@ -576,7 +576,7 @@ class _Rows(RealRows):
 
 
 class _Captured:
-    """Replaces the logical batch in a capture: graphs add clipped sums to its own `sums`."""
+    """Stands in for the logical batch in a capture, so that graphs add clipped sums to `sums`."""
 
     def __init__(self, sums: ClippedSums):
         self.sums = sums
@@ -627,7 +627,7 @@ def _static_sums(step: PrivateStep) -> ClippedSums:
 
 
 def plain_attributes(module: nn.Module) -> tuple[Any, ...]:
-    """Return the numbers, flags and strings in modules' attributes, which forwards may read."""
+    """Return the modules' attributes that are numbers, flags or strings, for forwards to read."""
     return tuple(
         (name, type(x), x)
         for m in module.modules()

@@ -34,7 +34,7 @@ def with_float8(
 
     Raises:
         ValueError: parameters are sharded, no layer supports float8, or the model computes in
-            float32 on a device other than the CPU: isolation tests allow only float32 rounding.
+            float32 on a GPU, where isolation tests allow float32 rounding but not float8 rounding.
     """
     sharded = next((n for n, p in module.named_parameters() if is_sharded(p)), None)
     if sharded is not None:
@@ -47,9 +47,9 @@ def with_float8(
         optimization.autocast or all(p.dtype in _DTYPES[1:] for p in trained)
     ):
         raise ValueError(
-            f"fp8=True with optimize={optimization.level!r} and float32 on {device}: float8 "
-            "rounds more than float32, and the tests that samples stay apart allow float32 "
-            "rounding only. Pass optimize='balanced', or a model in bfloat16"
+            f"fp8=True with optimize={optimization.level!r} and float32 on {device}: the tests "
+            "that no sample affects others allow only float32 rounding, and float8 rounds more. "
+            "Pass optimize='balanced', or a model in bfloat16"
         )
     chosen: list[str] = []
     left_out: dict[str, list[str]] = {}

@@ -7,7 +7,7 @@ aggressive    balanced, with per-layer clipping and a compiled forward.
 
 No level changes the epsilon of a step: sampling, noise and clipping bound are the same. Clipping
 and noise run in the backward of the clipping gates, outside of autocast and the compiled graph.
-`_OF_16_BIT` states how 16-bit rounding affects the bound if a batch has no public number of rows.
+If private data determines the number of rows, 16-bit rounding affects the bound, see `_OF_16_BIT`.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ _UNREPLACED = (
 
 
 class ForwardWrapper:
-    """Wraps the forward of a model, from `put` to `remove`.
+    """Wraps the forward of a model: `put` adds the wrapper and `remove` removes it.
 
     The model's class is changed, as for private layers. The model stays the same object with the
     same `state_dict()`, and its copies and pickles are plain models.
@@ -110,7 +110,7 @@ class ForwardWrapper:
 
     @property
     def optimization(self) -> Optimization:
-        """The changes by the optimization level and captured graphs, and the attention kernels."""
+        """The attention kernels, and the changes that optimization level and CUDA graphs make."""
         found = self._optimization.with_change(self.attention)
         return found if self._captured is None else found.with_change(self._captured.sentence)
 
@@ -140,8 +140,8 @@ class ForwardWrapper:
     def plain(self) -> Iterator[None]:
         """Context in which the model is a plain model, for public data.
 
-        Its layers do not clip, and a forward is neither tested nor seeded. The level's autocast
-        and the checks of buffers and `state_dict` stay active.
+        Layers do not clip. Forwards run no isolation test and draw no secret masks. The level's
+        autocast and the checks of buffers and `state_dict` stay active.
         """
         # Restore these class objects on exit, and not equal ones: torch.compile guards on them.
         held = [(module, type(module)) for module, *_ in self._classes]
@@ -297,16 +297,16 @@ class ForwardWrapper:
             self._backward.proof.restart(self._module.modules())
         if self._restarts == 3:
             warn(
-                "modules or hooks of the model changed before each of three calls. The "
-                "test that samples stay apart begins again each time, so a step takes several "
-                "times as long: register hooks once, before make_private, and keep them",
+                "modules or hooks of the model changed before each of three calls. Each change "
+                "restarts the test that no sample affects others, so a step takes several times "
+                "as long: register hooks once, before make_private, and keep them",
             )
 
     def _proven(self, module: nn.Module, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         """Run the forwards of the isolation test, and then the forward of the loop's own call.
 
-        The loop's forward runs last, from the state at the beginning of the call, so that hooks
-        and objects hold its results.
+        The state before the test is restored after it. The loop's forward runs last, so that
+        hooks and objects hold its results.
         """
         with self._keeping_state() as before, self._backward.forward.aside():
             run = functools.partial(self._repeated, module, before)
@@ -443,7 +443,7 @@ class ForwardWrapper:
         return self._eagerly(module, dtype, args, kwargs)
 
     def _batch_size(self, tensors: list[Tensor]) -> int:
-        """Return the loader's number of rows if a tensor has it, else the first tensor's."""
+        """Return the loader's number of rows if a tensor has it; else the first tensor's rows."""
         drawn = self._backward.forward.batch_hint
         first = [t.shape[0] for t in tensors]
         return drawn if drawn in first else next(iter(first), 0)
@@ -591,8 +591,8 @@ def _noting_outputs(rows: ForwardRows) -> Iterator[None]:
 def _dropped(packed: None) -> Tensor:
     raise RuntimeError(
         "the losses use outputs of a forward that only tested the first batches: a call of the "
-        "model also runs such tests, and a list that a hook fills keeps their outputs. Clear the "
-        "list when the forward begins, overwrite kept outputs, or return what the losses need"
+        "model also runs forwards as tests, and a hook may have put their outputs in a list. "
+        "Clear the list when a forward begins, overwrite kept outputs, or return what losses need"
     )
 
 
@@ -626,7 +626,7 @@ def _class_with(original: type[nn.Module], methods: dict[str, Any]) -> type[nn.M
 
 
 def _guards(original: type[nn.Module], wrapper: ForwardWrapper, prefix: str) -> dict[str, Any]:
-    """Return methods that check the model's state in a save or copy, and accept a loaded state."""
+    """Return methods that check the model's state when it is saved or copied, and accept loads."""
     unchanged = wrapper.unchanged
     if unchanged is None:
         return {}

@@ -71,7 +71,7 @@ def from_text(text: str, *, causal: bool, tokens: int) -> Pattern:
         text: a name, such as ``"sliding_window"``, for the arguments of `dpflash bench attention`;
             a name with its arguments, as in the repr of a pattern, such as
             ``"sliding_window(window=256)"``; or a `Pattern.key`.
-        causal: whether no query sees a later key. If the text sets `causal`, both must be equal.
+        causal: whether no query sees a later key. If the text sets `causal` too, both must agree.
         tokens: T, which determines the sizes of a name without arguments.
 
     Raises:

@@ -43,7 +43,7 @@ class BlockSparse(Pattern):
         causal: no query sees a key later than its own position.
         block_lists: for each block of queries, the list of the indices of blocks that it sees,
             which may be empty. Pass one such list of lists for all heads, or one for each head.
-            With block_lists, local_blocks to random_blocks must not exceed their defaults.
+            With block_lists, local_blocks to random_blocks raise if above their defaults.
 
     Raises:
         ValueError: an argument of the wrong type or range, block_lists together with rules, or

@@ -21,8 +21,8 @@ class Documents(OfDocuments):
     """Query i sees key j if both belong to the same document.
 
     The borders apply to every sample of a batch. To batch documents of several samples, pack them
-    into one sample, as for flash-attn's variable-length functions. Another packing needs another
-    pattern, which takes well under a millisecond to make.
+    into one sample, as for flash-attn's variable-length functions. For another packing, make a new
+    pattern, which takes well under a millisecond.
 
     ``documents & pattern`` applies a pattern within each document, as if the document were the
     whole sequence.

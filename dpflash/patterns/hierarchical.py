@@ -22,9 +22,9 @@ from .base import Pattern
 class Hierarchical(Pattern):
     """Levels of (stride, window) in tokens; a query sees the keys of all of its levels.
 
-    With ``b = block_size``, query block i sees key block j if, for some level, i is a multiple
-    of ``max(1, stride // b)``, and ``|i - j| <= max(1, window // b) // 2`` or window is -1. A
-    query block always sees the key block at its own position.
+    With ``b = block_size``, query block i sees key block j if some level meets two conditions:
+    ``|i - j| <= max(1, window // b) // 2`` or window is -1; and i is a multiple of
+    ``max(1, stride // b)``. A query block always sees the key block at its own position.
 
     Args:
         levels: pairs (stride, window); stride is at least 1, and window at least 1, or -1 for
@@ -86,7 +86,7 @@ class Hierarchical(Pattern):
 
 
 def _seen_by(key: np.ndarray, step: int, reach: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (key, begin, end): query blocks, multiples of `step`, that see key block `key`."""
+    """Return intervals (key, begin, end) of the multiples of `step` that see each key block."""
     if step == 1:
         return key, key - reach, key + reach + 1
     first = -(-np.maximum(key - reach, 0) // step)

@@ -136,7 +136,7 @@ def _heads_title(heads: list[int]) -> str:
 def coverage(
     graph: TileGraph, variant: int, cells: int, multiplicity: bool = True
 ) -> NDArray[np.float64]:
-    """Return each cell's mean multiplicity or, if not `multiplicity`, its share of seen pairs.
+    """Return each cell's mean multiplicity or, without `multiplicity`, its fraction of seen pairs.
 
     The result is `[C, C]` with C = min(cells, T), queries first. It is exact unless the rows of a
     cell are sampled.

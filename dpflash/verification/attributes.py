@@ -1,9 +1,9 @@
 """Saves, restores and compares the attributes that modules keep between forwards.
 
 Parameters, buffers and child modules are left out. Contents of Python's containers and of
-`SimpleNamespace` are compared; other objects count as unchanged. Hooks of forwards and backwards
-are restored, with the attribute by which a model records that it has hooks. Hooks of state dicts
-are not restored, since FSDP2 adds them in its first forward only.
+`SimpleNamespace` are compared; other objects count as unchanged. Hooks of forwards and backwards,
+and flags that a model has such hooks, are restored. Hooks of state dicts are not restored, since
+FSDP2 adds them in its first forward only.
 """
 
 from __future__ import annotations

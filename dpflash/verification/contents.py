@@ -56,7 +56,7 @@ class Comparisons:
         self._begun: list[tuple[list[str], Tensor, torch.cuda.Event | None]] = []
 
     def begin(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-        """Begin to compare digests of the same name; all names of `after` must be in `before`."""
+        """Begin to compare each digest in `after` with the digest of the same name in `before`."""
         for device in {digest.device for digest in after.values()}:
             names = [name for name, digest in after.items() if digest.device == device]
             one = torch.stack([before[name].to(device, non_blocking=True) for name in names])
@@ -71,7 +71,7 @@ class Comparisons:
         """Return the names of the tensors whose digests differ.
 
         Args:
-            wait: whether to wait for unfinished comparisons; else a later call returns them.
+            wait: whether to wait for unfinished comparisons. If False, a later call returns them.
         """
         found: list[str] = []
         begun, self._begun = self._begun, []

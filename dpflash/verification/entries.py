@@ -48,9 +48,9 @@ class Entries:
         """Return the names of entries that are new or have changed.
 
         Args:
-            state: a result of `state_dict()`; by default that of the whole model.
-            prefix: the prefix of the model's names in `state`; other names are left out.
-            within: the prefix that replaces `prefix` in the returned names.
+            state: a result of `state_dict()`, by default of the whole model.
+            prefix: the prefix of the model's names in `state`. Names without it are left out.
+            within: the prefix of returned names, which replaces `prefix`.
         """
         others = self._others(self._state() if state is None else state, prefix, within)
         return [n for n, now in others.items() if now is None or self._seen.get(n) != now]
@@ -114,7 +114,7 @@ def _storages(tensor: Tensor) -> set[int]:
 
 
 def _is_cast(value: Tensor, held: Tensor | None) -> bool:
-    """Return whether a value equals the model's own tensor, perhaps in another dtype."""
+    """Return whether a value equals the model's tensor `held`, cast to the value's dtype."""
     if held is None or held.shape != value.shape:
         return False
     return bool(digest(held.detach().to(value.dtype)) == digest(value))

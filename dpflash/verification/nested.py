@@ -46,7 +46,7 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def parts_within(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path, part) of a container's parts, or (path, value) of an object's attributes."""
+    """Yield (path, value) for the parts of a container, or for the attributes of an object."""
     parts = list(parts_of(value))
     if not parts and hasattr(value, "__dict__") and not isinstance(value, _OTHERS):
         parts = [(f".{name}", part) for name, part in vars(value).items()]
@@ -61,9 +61,9 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 def map_leaves(change: Callable[[Any], Any], value: Any, *, kinds: tuple[type, ...]) -> Any:
     """Return a copy of a batch with `change` applied to all values of these types.
 
-    Containers keep their classes; attributes that hold a changed value are changed too. All other
-    objects are shared with `value`, also containers in which nothing changes, unless pytrees know
-    their classes. If a copy of a container would share its contents, it is left unchanged.
+    Copied containers keep their classes. Their attributes that hold a changed value are changed
+    too. The result shares all other objects with `value`, and containers in which nothing changes,
+    unless pytrees know their class. A container whose copy would share its parts is not changed.
     """
     if isinstance(value, kinds):
         return change(value)

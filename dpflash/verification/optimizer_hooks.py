@@ -31,7 +31,7 @@ def hook_of_optimizer(name: str, module: nn.Module) -> str | None:
 
 
 def _owner(hook: Callable[..., Any]) -> Any:
-    """Return the object whose method is the hook or created the hook; None if there is none."""
+    """Return the object of which the hook is a method, or whose method made it; else None."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     cells = getattr(hook, "__closure__", None) or ()
@@ -44,6 +44,6 @@ def _owner(hook: Callable[..., Any]) -> Any:
 
 
 def _is_preconditioner(owner: object) -> bool:
-    """Return whether an object steps and has a state, as kfac-pytorch's preconditioner does."""
+    """Return whether an object has `step` and `load_state_dict`, as K-FAC's preconditioner has."""
     names = ("step", "load_state_dict")
     return not isinstance(owner, nn.Module) and all(hasattr(owner, n) for n in names)

@@ -19,8 +19,8 @@ class Rewritten:
     """Finds the trained parameters that forwards of one model have rewritten.
 
     Version counters and addresses are compared around every forward. A write to `.data` changes
-    neither, so contents are compared too: around the first forward and once in `EVERY` forwards,
-    and always for parameters that a forward has moved, as `flatten_parameters` does.
+    neither, so contents are also compared, around the first forward and once in `EVERY` forwards.
+    If a forward moves a parameter (`flatten_parameters` does), its contents are always compared.
 
     Args:
         names: names of the parameters that no forward may rewrite.

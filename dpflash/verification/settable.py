@@ -9,10 +9,10 @@ from .._validate import did_you_mean
 
 
 class OnlySettable:
-    """A class whose public names cannot be set, except some methods, and properties with a setter.
+    """A class that refuses to set public names, except properties with a setter and some methods.
 
     `replaceable_methods` lists the methods. Setting another public name raises an AttributeError
-    with advice. Names with an underscore can be set, as by frameworks that mark objects.
+    with advice. Frameworks that mark objects can set names that begin with an underscore.
     """
 
     # Methods that other code may replace, as learning-rate schedulers wrap `step`.
@@ -40,8 +40,8 @@ class Fixed:
     """A class whose public attributes keep the values that its `__init__` set.
 
     Setting such an attribute again, or another public name of the class, raises an AttributeError
-    that says what to do instead. Properties with a setter, names with an underscore and new names
-    can be set; frameworks set new names to mark objects.
+    that says what to do instead. Properties with a setter can be set. Frameworks can mark objects
+    by names that begin with an underscore, and by new names.
     """
 
     fixed_by: ClassVar[str] = "its __init__"

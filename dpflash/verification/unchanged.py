@@ -113,7 +113,7 @@ class Unchanged:
         return self._rewritten.forward(again=again)
 
     def before_backward(self) -> str | None:
-        """Return why to refuse a backward, or None; one in `EVERY` compares contents."""
+        """Return why to refuse a backward, or None; every `EVERY`-th call compares contents."""
         contents = self._backwards % EVERY == 0
         refusal = self.refusal(contents=contents, wait=False) or self._entered()
         # A refused backward is not counted, so that the next backward is refused too.

@@ -1,8 +1,8 @@
 """Uncovered: finds autograd leaves that a backward reaches without passing a clipping gate.
 
-A parameter outside of the private model (of a head, an encoder, a temperature or a soft prompt),
-or added to the model later, would get gradients of private samples without clipping or noise.
-Inputs that require grad are allowed: new tensors in each batch, with the batch's first dimensions.
+If a parameter is outside of the private model (such as a head, a temperature or a soft prompt), or
+was added to the model later, its gradients of private samples would have no clipping and no noise.
+Inputs may require grad: they must be new tensors in each batch, with the batch's first dimensions.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Uncovered:
 
         Args:
             tensors: the tensors among its arguments.
-            own: the tensors of the batch; a tensor with one row is an input only if listed here.
+            own: the batch's tensors. A tensor with one row counts as an input only if it is here.
             is_compiled: whether torch.compile runs the model.
         """
         if not self._is_called:
@@ -173,7 +173,7 @@ _HIDDEN = (
 
 
 def _is_hidden(model: nn.Module) -> bool:
-    """Return whether the model object has a forward that does not wrap its class's forward."""
+    """Return whether `model.forward` was replaced by a function that does not wrap the class's."""
     forward = type(model).forward
 
     def is_it(x: Any) -> bool:
@@ -183,7 +183,7 @@ def _is_hidden(model: nn.Module) -> bool:
 
 
 def described(leaf: Tensor | Hidden, model: nn.Module) -> tuple[str, str]:
-    """Return (what is wrong with a leaf, with its name or shape; what to do)."""
+    """Return (error, remedy); the error names the leaf, or states its shape."""
     if isinstance(leaf, Hidden):
         return (
             f"'{leaf.name}' makes its graph in the backward, as reentrant checkpointing does, "

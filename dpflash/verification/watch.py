@@ -49,7 +49,7 @@ class WatchedGate(Protocol):
         """Return the dotted name of the layer that holds the parameter at this position."""
 
     def by_sample(self, x: Tensor) -> tuple[Tensor, Units | None]:
-        """Return (x `[B, ...]`, None), or (x `[n, ...]`, units) if samples are sets of entries."""
+        """Return (x `[B, ...]`, None), or (x `[n, ...]`, units) if units group the n rows."""
 
     def is_dense(self, position: int) -> bool:
         """Return whether an operation returns the parameter's gradient to the handle."""
@@ -62,7 +62,7 @@ class Watch(Protocol):
     """Observes each operation on a matrix parameter, then the gradients of a gate's handles."""
 
     def use(self, gate: WatchedGate, position: int, rows: tuple[Tensor, ...]) -> None:
-        """Record an operation's tensors; the first one is linear in the gradient of the losses."""
+        """Record an operation's tensors; the first tensor is linear in the losses' gradient."""
 
     def gate(self, gate: WatchedGate, grads: Sequence[Tensor | None]) -> None:
         """Record a gate after all its operations; raise PrivateRefusal to refuse the backward."""
