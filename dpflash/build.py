@@ -180,8 +180,8 @@ def build(
         spending.set_delta(delta)
     if (budget := privacy.budget) is not None and not spending.fits(event):
         warn(
-            f"the privacy budget epsilon={budget.epsilon:g} at delta={budget.delta:g} is spent, so "
-            "training ends before its first step"
+            f"the privacy budget epsilon={budget.epsilon:g} at delta={budget.delta:g} is spent, "
+            "so training ends before its first step"
         )
     synchronize_ranks(module, ranks)
     step = PrivateStep(
