@@ -72,9 +72,9 @@ class UnitGroups:
         if 2 * self.left_out > size:
             raise PrivateRefusal(
                 "unit_of gives most entries no unit: it fails (it gets the entry, not its index), "
-                "gives None, NaN or an object that equals no other, or gives several units without "
-                "unit_sampling='example'. Name units by numbers or strings, and give each entry "
-                "without an owner its own unit",
+                "gives None, NaN or an object that equals no other, or gives several units "
+                "without unit_sampling='example'. Name units by numbers or strings, and give each "
+                "entry without an owner its own unit",
                 left_out=self.left_out,
                 units=named,
             ) from None
