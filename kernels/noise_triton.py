@@ -492,7 +492,7 @@ def settle(lists: Sequence[OpenList]) -> bool:
 
 
 def _launch_settle(lists: Sequence[OpenList]) -> None:
-    """Write the elements that need no further words, on their device, and mark the others."""
+    """Decide on the device the elements that need no more random words; mark the others."""
     entries = lists[0].entries
     programs = triton.cdiv(max(found.capacity for found in lists), SETTLE_BLOCK)
     table = sent(_settle_table(lists), entries.device)

@@ -103,7 +103,7 @@ def read(path: str | os.PathLike[str], *, format: str = FORMAT) -> dict[str, Any
 
 
 def as_text(state: Mapping[str, Any]) -> dict[str, str]:
-    """Convert the engine's own part of a checkpoint to a dict of one string."""
+    """Return the engine's own part of a checkpoint as JSON text under one key."""
     return {_ENGINE: json.dumps(state)}
 
 

@@ -443,7 +443,7 @@ class ForwardWrapper:
         return self._eagerly(module, dtype, args, kwargs)
 
     def _batch_size(self, tensors: list[Tensor]) -> int:
-        """Return the loader's number of rows if a tensor has it; else the first tensor's rows."""
+        """Return the loader's batch size if a tensor has as many rows, else the first tensor's."""
         drawn = self._backward.forward.batch_hint
         first = [t.shape[0] for t in tensors]
         return drawn if drawn in first else next(iter(first), 0)
