@@ -316,11 +316,11 @@ REFUSALS = {
     "chooses": (Chosen, "cannot run sample by sample.*boolean mask"),
     "a number": (Number, r"returned a number for one sample.*\.expand\(len\(x\), 1\)"),
     "replaces": (Replaces, r"'1' \(Replaces\) replaces parameter 'weight' of a layer below it"),
-    "checkpoints": (Checkpoints, r"'1' \(Checkpoints\) has layers below it recomputed"),
+    "checkpoints": (Checkpoints, r"'1' \(Checkpoints\) has layers below it that activation"),
     "a cache": (lambda: Caller(Kept(), lambda x: object()), "use_cache=False"),
     "flattened": (
         lambda: Caller(Flat(), lambda x: x.detach().flatten(0, 1)),
-        r"first dimension is not the batch.*1 \(x\[None\]\)",
+        r"first dimension is not the batch.*pass it as x\[None\]",
     ),
     "flattened to a square": (
         lambda: Caller(Flat(), lambda x: x[:4, 0].detach()),

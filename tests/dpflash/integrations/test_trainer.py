@@ -255,7 +255,7 @@ def test_a_model_without_a_known_loss_needs_one(tmp_path):
         pass
 
     config = llama().config
-    with pytest.raises(ValueError, match="Other: its per-sample loss is not known.*compute_loss_func"):
+    with pytest.raises(ValueError, match="Other: its per-sample loss.*compute_loss_func"):
         trainer(tmp_path, model=Other(config))
 
     def loss(outputs, labels, num_items_in_batch=None):
@@ -458,7 +458,7 @@ def test_losses_that_are_random_are_not_taken_for_coupled_ones(tmp_path):
 
 def test_a_setting_that_uploads_the_noise_key_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("COMET_LOG_ASSETS", "True")
-    with pytest.raises(ValueError, match="COMET_LOG_ASSETS='True': the tracker uploads all of output_dir"):
+    with pytest.raises(ValueError, match="COMET_LOG_ASSETS='True': the tracker uploads all"):
         trainer(tmp_path)
 
 
