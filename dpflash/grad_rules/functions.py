@@ -41,16 +41,11 @@ class PerSampleFunctions(TorchFunctionMode):
     Hooks on gradients, which would be lost, raise RuntimeError. Options without a rule
     (`max_norm`, `scale_grad_by_freq`, `sparse`) raise ValueError. Look-ups inside a scripted
     function are not detected.
-
-    Args:
-        name: the module's name.
-        of_batch: whether the module runs on the whole batch, without vmap.
     """
 
-    def __init__(self, name: str, *, of_batch: bool = False):
+    def __init__(self, name: str):
         super().__init__()
         self._name = name
-        self._of_batch = of_batch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -97,7 +92,7 @@ class PerSampleFunctions(TorchFunctionMode):
         return self._rows(weight, indices, None if padding_idx < 0 else padding_idx)
 
     def _rows(self, weight: Tensor, indices: Tensor, padding_idx: int | None) -> Tensor:
-        if self._of_batch or _functorch.is_batchedtensor(indices):
+        if _functorch.is_batchedtensor(indices):
             indices, outside = inside(indices, weight.shape[0])
             rows = F.embedding(indices, weight).masked_fill(outside.unsqueeze(-1), torch.nan)
         else:  # All samples share the positions, so an error depends only on the public length.
