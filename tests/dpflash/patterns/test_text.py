@@ -42,7 +42,7 @@ def test_a_name_alone_has_the_sizes_of_the_benchmark():
         ("sliding_window(window=x)", "expected a name with arguments"),
         ("sliding_window(3)", "expected a name with arguments"),
         ("__import__('os').getcwd()", "expected a name with arguments"),
-        ("documents", "those of Documents are cu_seqlens"),
+        ("documents", "Documents takes cu_seqlens"),
         ("dense(causal=False)", "expected causal=True"),
         ('{"pattern": "Nothing"}', "expected the key of one of"),
         ("", "expected a name with arguments"),
