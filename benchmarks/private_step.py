@@ -97,8 +97,8 @@ def optimize_subject(
             "dtype": "bfloat16" if found.autocast else "float32",
             "clipping": found.clipping,
             "compiled": found.compiled,
-            # If the compiler failed, the last entry of `changes` gives the reason.
-            "fell_back": found.changes[-1] if found.compiled != requested.compiled else None,
+            # If the compiler failed, a new entry of `changes` gives the reason.
+            "fell_back": next((x for x in found.changes if x not in requested.changes), None),
         }
 
     # A compiled model has no plan from which work could be computed.

@@ -56,7 +56,9 @@ def test_a_run_with_one_and_two_ranks_is_right_in_every_section(tmp_path, monkey
         by_section[row["section"]].append(row)
     timed = [row for name in ("attention", "reported", "training") for row in by_section[name]]
     for row in timed:
-        assert row["correct"] is True and row["error"] < 1e-4 and row["trials"] == 2
+        assert row["correct"] is True and row["error"] < 1e-4
+        is_varied = row["section"] == "training" and row["config"]["scheme"] != "context"
+        assert row["trials"] == (6 if is_varied else 2)
         assert (row["ranks"] == 1) == (row["alone"] is None) and row["efficiency"] > 0
     attention = by_section["attention"]
     assert {row["config"]["mode"] for row in attention} == {"ring", "all_gather", "ulysses"}
@@ -86,7 +88,7 @@ def test_a_run_with_one_and_two_ranks_is_right_in_every_section(tmp_path, monkey
     )
     plain = [training[f"strong/{shape}/P2"] for shape in ("replicated/B4/T64", "context/B1/T64")]
     # By DDP one all-reduce; a context also exchanges keys, values and lengths.
-    assert [row["plain_collectives"] for row in plain] == [1, 13]
+    assert [row["plain_collectives"] for row in plain] == [1, 9]
     assert plain[0]["plain_sent_bytes"] == weights < plain[1]["plain_sent_bytes"]
     assert all(row["collectives"] > row["plain_collectives"] for row in plain)
 
