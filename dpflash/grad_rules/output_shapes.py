@@ -38,7 +38,8 @@ class OutputShapes:
         by_tokens = [self._is_flattened] * len(self._rows)
         if not self._is_flattened and any(rows != 1 for rows in self._rows):
             # Outputs whose size with two samples is that with one (positions) have no batch.
-            twice = map_tensors(lambda t: torch.cat([t[:1], t[:1]]), (args, kwargs))
+            # Zeros in place of samples, whose contents could raise an error.
+            twice = map_tensors(lambda t: t.new_zeros(2, *t.shape[1:]), (args, kwargs))
             with torch.no_grad():
                 of_two = [len(t) if t.ndim else 1 for t in _tensors(self._plain(*twice))]
             pairs = zip(self._rows, of_two, strict=True)

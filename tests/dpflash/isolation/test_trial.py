@@ -868,7 +868,7 @@ class Focal(nn.Module):
     [
         (lambda out, y: (nn.CrossEntropyLoss(), None), "expected the pair"),
         (lambda out, y: (nn.CrossEntropyLoss(), out), "expected the pair"),
-        (lambda out, y: (nn.GaussianNLLLoss(), (out, y, y)), "Build this criterion with reduction='none'"),
+        (lambda out, y: (nn.GaussianNLLLoss(), (out, y, y)), "Build this criterion"),
         (lambda out, y: (_loss_of_sample, None), "expected the loader's batch"),
         (lambda out, y: (F.cross_entropy, (out, y)), 'reduction="none".*object.*BCELoss'),
         (lambda out, y: (Focal(), (out, y)), "function or criterion of your own makes"),
