@@ -22,7 +22,7 @@ class _Call(NamedTuple):
 
 
 def locate(subject: Subject, one: Place, two: Place) -> str:
-    """Return the first module with equal inputs, but different outputs for the sample."""
+    """Return the first module whose outputs for a sample differ in two batches at equal inputs."""
     try:
         calls, other_calls = _trace(subject, one), _trace(subject, two)
     except Exception:

@@ -722,7 +722,7 @@ class DPTrainer(Trainer):
         If an evaluated row is a copy of a row that training has sampled, no metrics are logged.
 
         Raises:
-            PrivateRefusal: training would choose a model by metrics of such copies.
+            PrivateRefusal: there are such copies, and training would choose a model by metrics.
         """
         self._refuse_training_data(self.eval_dataset if eval_dataset is None else eval_dataset)
         with self._evaluating():
@@ -789,9 +789,9 @@ class _Checkpoints(TrainerCallback):
         state.epoch = state.global_step / len(given["train_dataloader"])
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Remove the optimizer's file, and engine checkpoints without a folder checkpoint-N.
+        """Remove the optimizer's file, which the engine's checkpoint replaces.
 
-        The engine's checkpoint replaces the optimizer's file.
+        Remove also engine checkpoints whose folder checkpoint-N no longer exists.
         """
         folder = Path(args.output_dir)
         (folder / f"checkpoint-{state.global_step}" / _OPTIMIZER).unlink(missing_ok=True)
