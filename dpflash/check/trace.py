@@ -69,7 +69,7 @@ def _trace(subject: Subject, place: Place) -> list[_Call]:
 
 
 def _rows_of(value: Any, place: Place, module: nn.Module) -> list[Tensor]:
-    """Return the rows of tensors that belong to the sample; whole tensors if unknown."""
+    """Return the sample's rows of each tensor, or the whole tensor if its rows are unknown."""
     rows: list[Tensor] = []
     for _, t in tensors_of(value):
         if t.ndim == 0:

@@ -570,8 +570,8 @@ class DPTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log public values and epsilon, and other values only with log_private_metrics.
 
-        The number of log entries is public too. So nothing is logged if no public value is left,
-        or between two microbatches of a step, since the number of microbatches is private.
+        The number of log entries is public too, but the number of microbatches is private. So
+        nothing is logged between two microbatches of a step, or if no public value is left.
         """
         kept = self._public(logs)
         loader = self._private_loader

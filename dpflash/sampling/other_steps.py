@@ -44,7 +44,7 @@ class _Steps:
         self._ends: WeakKeyDictionary[BatchTracker, tuple[int, list[int]]] = WeakKeyDictionary()
 
     def may_take(self, within: Sequence[BatchTracker], ended: Sequence[BatchTracker]) -> bool:
-        """Return whether a step is allowed: a logical batch ended, or the first step was here.
+        """Return True after a logical batch's end, and in the microbatch of the first step.
 
         If one loader's logical batch has ended and another loader yields a microbatch, no further
         step is allowed: the first loader may belong to an outer loop, or its iterator was kept.

@@ -292,7 +292,7 @@ class TrainingRun:
 
     @property
     def optimization(self) -> Optimization:
-        """The changes that the optimization level makes; as text, one sentence for each change."""
+        """The changes by the optimization level; its str() has one sentence for each change."""
         return self._engine.optimization
 
     @property
