@@ -1,7 +1,7 @@
 """Checks on one batch that each sample's loss and gradient depend on that sample alone.
 
-Every comparison runs on a plain copy of the model, in float64 if the model supports it, with the
-same buffers and the same seed, without dropout and without the noise of private boundaries.
+Every comparison runs on a plain copy of the model with the same buffers and the same seed, in
+float64 if the model supports it. Dropout and the noise of private boundaries are off.
 """
 
 from .report import CheckReport, Problem

@@ -32,8 +32,8 @@ def get_compatible_module(module: nn.Module) -> nn.Module:
     gcd(32, channels) groups (fewer in 1d, where a group of one channel would be constant) with the
     same weight and bias. `nn.InstanceNorm` is replaced by a copy that does not track statistics.
     `max_norm` of embeddings is set to None. Frozen batch norms in eval mode are not replaced. A
-    warning lists the replaced layers, since the copy computes other outputs, and the optimizer
-    must be built from the copy's parameters.
+    warning lists the replaced layers, since the copy computes other outputs. Build the optimizer
+    from the copy's parameters.
 
     Args:
         module: the plain model; it is not changed.

@@ -38,7 +38,7 @@ _WHICH = "whether the scalar is a mean or a sum: the model is random, or takes n
 
 
 class _Variant(NamedTuple):
-    """The samples `rows` of `batch` as a new batch, whose row `row` is compared."""
+    """A new batch from the samples `rows` of `batch`; its row `row` holds the tested sample."""
 
     how: str
     batch: Any
@@ -147,10 +147,10 @@ def _variants(subject: Subject, sample: int, is_alone: bool) -> Iterator[_Varian
 def _of_sample(
     subject: Subject, variant: _Variant, reduction: str | None, is_alone: bool
 ) -> Result:
-    """Return the loss of the sample in the variant's compared row, and its gradient.
+    """Return the loss of the sample in row `variant.row`, and its gradient.
 
-    If loss_fn returns a scalar, subtract the scalar of the batch without this sample. Unless
-    `is_alone`, another sample replaces this sample in the subtracted batch.
+    If loss_fn returns a scalar, subtract the scalar of a second batch. If `is_alone`, the second
+    batch leaves out the tested sample; otherwise it has another sample in its place.
     """
     batch, size, rows = variant.batch, variant.size, variant.rows
     if reduction is None:
@@ -169,7 +169,7 @@ def _of_sample(
 def _apart(
     subject: Subject, a: Result, b: Result, floors: tuple[float, float]
 ) -> tuple[float, dict[str, float]]:
-    """Return the differences of a and b above the tolerance: of losses, of gradients by name."""
+    """Return the relative differences of losses, and of gradients by name, above the tolerance."""
     # Relative to the whole gradient: a single parameter's gradient may be rounding errors alone.
     loss_size, grad_size = map(max, a.sizes, b.sizes, floors)
     apart = {"": abs(a.loss - b.loss) / loss_size if loss_size else 0.0}

@@ -1,6 +1,6 @@
 """Checks, for several batch sizes B, that the first dimension of each layer's input is B.
 
-The layers run in a private copy of the model. So three cases are treated as in private training:
+The layers run in a private copy of the model, which treats three cases as private training does:
 layers below a module that runs sample by sample, flattened tokens, and shared positions.
 """
 

@@ -95,7 +95,7 @@ def _losses_fit(subject: Subject, losses: Any, findings: Findings) -> bool:
 
 
 def widened(subject: Subject, model: nn.Module, findings: Findings) -> Subject | None:
-    """Return the tested model in float64, or unchanged if float64 fails; None if both fail.
+    """Return the subject in float64, or in its own dtype if float64 fails; None if both fail.
 
     Args:
         subject: the tested model, its loss and its batch; the first run succeeded.

@@ -54,7 +54,7 @@ def check_reach(subject: Subject, findings: Findings) -> None:
 def check_private_backward(subject: Subject, findings: Findings) -> None:
     """Compare a private backward's per-sample norms with the norms of ordinary gradients.
 
-    Report parameters that are used outside of their module too. Makes the tested model private.
+    Also report parameters that are used outside of their module. Makes the tested model private.
     """
     samples = {} if subject.is_random else {i: subject.pick([i]) for i in subject.indices}
     norms = {i: subject.result(alone).sizes[1] for i, alone in samples.items()}

@@ -75,7 +75,7 @@ def frozen(model: nn.Module, names: set[str]) -> nn.Module:
 
 
 class _Unreleased:
-    """Replaces a private step: holds the sums of one backward, and releases nothing."""
+    """Replaces the private step: holds the sums of one backward, and makes no optimizer step."""
 
     def __init__(self, sums: ClippedSums):
         self.sums = sums
@@ -99,7 +99,7 @@ class _Unreleased:
         self.sums.begin(math.inf)
 
     def _nothing(self) -> None:
-        """Do nothing: a check runs no single rows and no isolation tests (trials)."""
+        """Do nothing: a check runs no batch row by row, and no isolation tests (trials)."""
 
     begin_row = begin_trial = before_gate = end_backward = _nothing
 

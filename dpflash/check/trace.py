@@ -22,7 +22,7 @@ class _Call(NamedTuple):
 
 
 def locate(subject: Subject, one: Place, two: Place) -> str:
-    """Return the first module with equal inputs, but different outputs for the sample."""
+    """Return the first module whose outputs for a sample differ in two batches at equal inputs."""
     try:
         calls, other_calls = _trace(subject, one), _trace(subject, two)
     except Exception:
@@ -69,7 +69,7 @@ def _trace(subject: Subject, place: Place) -> list[_Call]:
 
 
 def _rows_of(value: Any, place: Place, module: nn.Module) -> list[Tensor]:
-    """Return the rows of tensors that belong to the sample; whole tensors if unknown."""
+    """Return the sample's rows of each tensor, or the whole tensor if its rows are unknown."""
     rows: list[Tensor] = []
     for _, t in tensors_of(value):
         if t.ndim == 0:

@@ -96,9 +96,9 @@ def load(
 ) -> dict[str, Any]:
     """Read a checkpoint, file or folder, without changing anything; all ranks call this together.
 
-    Return the engine's state. Pass its entry "module" to `put`, and "optimizer" to the optimizer's
-    load_state_dict. Of a sharded parameter, both hold this rank's part. `check` must raise
-    ValueError if a state does not match. A missing, damaged or mismatched checkpoint raises
+    Return the engine's state. The entry "module" is for `put`, and the entry "optimizer" for the
+    optimizer's load_state_dict; they hold this rank's part of each sharded parameter. `check` must
+    raise ValueError if a state does not match. A missing, damaged or mismatched checkpoint raises
     FileNotFoundError or ValueError; ranks that did not find the fault raise RankError.
     """
     path = Path(path)

@@ -25,7 +25,7 @@ def write(
     """Write tensors into a folder that all ranks share; all ranks call this together.
 
     Each rank writes its part. Return the names of all files, which are equal on all ranks. If a
-    rank fails, all ranks raise a RuntimeError that names the exchange.
+    rank fails, all ranks raise a RuntimeError whose message begins with `name`.
     """
     try:
         with exchanging(name, group), _quiet():

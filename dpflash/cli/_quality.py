@@ -1,4 +1,4 @@
-"""`dpflash calibrate --for quality`: finds the run with the least error at an epsilon."""
+"""`dpflash calibrate --for quality`: compares the error of several runs at one epsilon."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _batch_sizes(args: argparse.Namespace) -> list[int]:
 
 
 def _fitting_bands(args: argparse.Namespace, size: int, epochs: float) -> list[int] | None:
-    """Return 1 and the fitting values of --bands; without --bands, None (powers of two)."""
+    """Return 1 and the values of --bands that a run allows; None (powers of two) without it."""
     if args.bands is None:
         return None
     batches = max(1, -(-args.num_samples // size))

@@ -148,7 +148,7 @@ class Run:
         return "epoch" if self.counts_epochs else "step"
 
     def events(self, count: int | None = None) -> int:
-        """Return the number of events that `count` steps or epochs cost; by default the run's."""
+        """Return the number of `event`s in `count` steps or epochs; None means the run's count."""
         count = self.count if count is None else count
         assert count is not None
         return -(-count // (self.bands or 1))

@@ -115,7 +115,7 @@ def _run_calibrate(args: argparse.Namespace) -> int:
 
 
 def _take_single(args: argparse.Namespace) -> None:
-    """Replace each list by its only value; refuse lists and options of --for quality."""
+    """Replace lists of one value by the value; refuse longer lists and --for quality's options."""
     for name in ("parameters", "max_memory"):
         if (value := getattr(args, name)) is not None:
             raise ValueError(f"{name}={value!r}: drop it, or pass --for {QUALITY}")

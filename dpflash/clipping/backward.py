@@ -47,7 +47,7 @@ Refusal = Callable[[Tensor | None, object, Sequence[int | None]], str | None]
 
 
 class PrivateBackward:
-    """Runs the backward of a private model: chooses the mode, and checks the clipping gates.
+    """Runs a private model's backward: chooses its mode, and checks its clipping gates (`Gate`).
 
     Args:
         groups: the clipping groups.
@@ -61,7 +61,7 @@ class PrivateBackward:
         refusal: function that returns the reason to refuse the backward, or None.
 
     Attributes:
-        trial, place_trial, example: the isolation tests (trials) before a batch, or None.
+        trial, place_trial, example: the isolation tests (trials) that run now; None for no test.
         forward: the forward whose gates the backward runs.
         statistics: counts of clipped samples.
         rules: the objects and options that all gates share.
@@ -158,7 +158,7 @@ class PrivateBackward:
             yield is_outermost
 
     def begin_microbatch(self, samples: int, units: Units | None) -> None:
-        """Begin a microbatch. If units are packed, keep their tokens on this rank only."""
+        """Begin a microbatch. If rows are packed, keep only `units` of this rank's tokens."""
         context = self.ranks.context
         if units is not None and not units.are_rows and context is not None:
             (own,) = Layout(units.shape[1], world_size(context)).chunks(rank_in(context))
@@ -324,7 +324,7 @@ class PrivateBackward:
     def _meet(
         self, losses: Tensor | None, twice: bool = False, proving: bool = False
     ) -> tuple[bool, bool]:
-        """Check that ranks that exchange gradients are about to run the same backward.
+        """Agree with the other ranks on the next backward; raise if their backwards differ.
 
         Args:
             losses: the losses of the next backward; None inside the backward of a scalar loss.
@@ -410,7 +410,7 @@ class PrivateBackward:
     # Proof
 
     def begin_proof(self, size: int) -> bool:
-        """Return whether an isolation test will repeat this call; its batch size is <= `size`."""
+        """Return whether an isolation test repeats this call, which has at most `size` samples."""
         mark = self.step.tracker.current
         if mark is not None and mark.is_trial:
             return False
@@ -432,7 +432,7 @@ class PrivateBackward:
         self._rest()
 
     def expect_scalar(self, outputs: Any, size: int, inputs: Sequence[Tensor]) -> Any:
-        """If the loss is a scalar, wrap the outputs so that tests receive their gradients."""
+        """If the loss is a scalar, wrap the outputs: isolation tests then see their gradients."""
         if self.loss_reduction is None or not self.proof.is_on:
             return outputs
         if self.place_trial is not None and self.place_trial.is_running:
@@ -454,7 +454,7 @@ class PrivateBackward:
             self._run = BackwardRun(watches=(watch, *own))
 
     def crossed(self, outputs: Sequence[Tensor], grads: Sequence[Tensor], size: int) -> None:
-        """Test a scalar loss by its gradients `[B, ...]` at the model's outputs."""
+        """Run a scalar loss's isolation test, from the gradients `[B, ...]` of the outputs."""
         if self._expected_size is not None:
             return  # For losses [B], `_prove` gives each loss a weight instead.
         with self.step.dropping():

@@ -1,7 +1,7 @@
 """Notices when torch.compile first traces a function in this process.
 
 A compiled model reads handles (expanded parameters, see `Gate`), which must exist before the call.
-Each takes two operators to create, so a process that compiles nothing creates none in advance.
+Creating one costs two operators, so only a process that compiles creates handles in advance.
 """
 
 from __future__ import annotations

@@ -44,11 +44,11 @@ class TiledUse(Protocol):
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
-        """The tensors `[B, ...]` that determine G. G is linear in the first one."""
+        """The tensors `[B, ...]` that determine G. G is linear in the first tensor."""
 
     @property
     def is_sparse(self) -> bool:
-        """Whether a tile is one row of one sample, and G is 0 elsewhere; else tiles cover G."""
+        """Whether each tile is one row of one sample, with G = 0 elsewhere; else tiles cover G."""
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """Yield (samples, rows) of at least one tile; tiles fit into memory and do not overlap."""
@@ -293,10 +293,10 @@ def squared_norms(
 ) -> list[Tensor]:
     """Return tensors [B] whose sum is at least the sum of ||G_i||^2 over the parameters.
 
-    For samples with a separate product, the result is equal to this sum. For other samples, the
-    norm includes the rounding bound of a product over T tokens: T 2^-24 times the sum of the
-    terms' magnitudes. A sample whose terms nearly cancel gets a separate product, as in mode
-    "instantiate", and the norm of its own G_i. Finding such samples waits for the device.
+    A sample whose terms nearly cancel gets a separate product for its own G_i, as in mode
+    "instantiate"; finding such samples waits for the device. For samples with a separate product,
+    the result is equal to this sum. For other samples, the norm includes the rounding bound of a
+    product over T tokens: T 2^-24 times the sum of the terms' magnitudes.
 
     Args:
         kept: the saved tensors of each parameter, of one batch.
@@ -361,7 +361,7 @@ def shares(kept: Collection[DeferredGradients], factors: Tensor, bound: float) -
 
 
 def _roundings(kept: Sequence[DeferredGradients], device: torch.device) -> Tensor:
-    """Return the relative rounding bounds of K parameters: [K, 1], or [K, B] with units."""
+    """Return K parameters' relative rounding bounds: [K, 1], or [K, B] if samples are units."""
     found = [one.rounding() for one in kept]
     tensors = [rounding for rounding in found if isinstance(rounding, Tensor)]
     if tensors:
@@ -378,7 +378,7 @@ def _rows_of_embedding(indices: Tensor, dy: Tensor, rows: slice) -> Tensor:
 
 
 def _side_by_side(uses: list[tuple[Tensor, Tensor]], units: Units) -> Use:
-    """Join applications on units into one, in which the entries of each unit are consecutive.
+    """Join all applications of a parameter into one; the entries of each unit are consecutive.
 
     Each unit begins at a multiple of `EXACT_ALIGN`, so that its products keep their bits.
     """

@@ -20,9 +20,9 @@ class Ceilings:
 
     Attributes:
         flops: FLOP/s of matrix products by dtype ("float32", "bfloat16", ...). "tf32" is float32
-            with operands rounded to TF32; "attention" is for attention's kernels. "noise" and
-            "curved" are in elements/s: adding noise, and functions with an exponential. "float32"
-            is required; a missing key has the rate of float32.
+            with operands rounded to TF32; "attention" is for attention's kernels. "noise" (adding
+            noise) and "curved" (functions with an exponential) are in elements/s. "float32" is
+            required; a missing key has the rate of float32.
         bandwidth: bytes/s of memory, reads and writes together.
         device: torch's device type, which determines the kernels that run.
         name: name of the device.

@@ -324,7 +324,7 @@ class PrivateForward:
     # Gates
 
     def gate(self, group: int, batch_size: int, name: str) -> Gate:
-        """Return the group's gate for an operation of `name`; begin a new forward if needed."""
+        """Return the group's gate for an operation of module `name`; begin a forward if needed."""
         recomputing = is_recomputing()
         samples = batch_size
         if self.units is not None:

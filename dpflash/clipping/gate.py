@@ -107,7 +107,7 @@ class Gate:
         rules.refuse_coarse_products(self.device.type)
 
     def open(self) -> tuple[Tensor, ...]:
-        """Return new handles. The gate does not keep handles, whose graph references the gate."""
+        """Return new handles. The gate does not keep them, since their graph refers to it."""
         stand_ins, device = self.rules.stand_ins, self.device
         if device not in stand_ins:
             stand_ins[device] = torch.zeros((), device=device, requires_grad=True)
@@ -233,7 +233,7 @@ class Gate:
             self._task = task
 
     def _only_seen(self, position: int, *rows: Tensor) -> bool:
-        """Let tests record an operation's rows; return whether the gate skips the operation."""
+        """Show an operation's rows to the tests; return whether only tests need the operation."""
         self._enter()
         for watch in self.run.watches:
             watch.use(self, position, rows)
@@ -313,7 +313,7 @@ class Gate:
         return factors if scale == 1 else rounded_down(factors.double() * scale)
 
     def _add_clipped(self, grads: Sequence[Tensor | None], factors: Tensor) -> None:
-        """Add the clipped sums to the logical batch: the rounded sums, then the exact sums."""
+        """Add clipped sums to the logical batch: sums rounded in float32, then exact sums."""
         step, parameters = self.step, self.group.parameters
         kept = dict(zip(self._kept, shares(self._kept.values(), factors, self.bound), strict=True))
         dense: dict[nn.Parameter, Tensor] = {}

@@ -147,7 +147,7 @@ class EmbeddingShape(LinearShape):
         return 0
 
     def norm(self, gpu: bool) -> list[Work]:
-        """Return the work of magnitudes (fp64 copy) and norms (without Triton: copy, sum)."""
+        """Return the work of magnitudes (fp64 copy) and of norms (copy and sum if no Triton)."""
         double = self.batch * self.tokens * self.inputs * _DOUBLE
         summed = 0 if self._fused(gpu) else 5 * double
         return [Work(moved=self._operands + 2 * double), Work(moved=self._operands + summed)]

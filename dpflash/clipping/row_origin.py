@@ -1,8 +1,8 @@
 """Finds from autograd's graph whether a tensor's rows are the samples' tokens, in order.
 
 Models flatten `[B, T, E]` to `[B T, E]`. Reshaping keeps the order of the elements, so row r
-belongs to sample r // T if the batch was the first dimension. If time was first, the first
-dimension was T, not B. Operations between the reshaping and the layer must work row by row.
+belongs to sample r // T if the batch was the first dimension. If time came first, T is found
+instead of B. Operations between the reshaping and the layer must work row by row.
 """
 
 from __future__ import annotations

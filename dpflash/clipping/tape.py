@@ -132,7 +132,7 @@ class Tape(TorchDispatchMode):
         self.seconds += sum(work.seconds(self.ceilings) for work in works)
 
     def _attend_across(self, packet: Any, args: Any) -> None:
-        """Count the time of attention over the keys of all ranks, and its shards' memory."""
+        """Count the time of attention over the keys of all ranks, and their shards' memory."""
         is_forward = packet is _OPS.attention
         at = 0 if is_forward else 4
         q, k, pattern = args[at], args[at + 1], args[at + 9]

@@ -26,8 +26,8 @@ class KeepPrivacy(Callback):
     Keep the checkpoints secret; the model to publish is `module.state_dict()`.
 
     Args:
-        engine: the engine whose `make_private` makes the model private, at the latest in
-            `configure_optimizers`.
+        engine: the engine of the private model. Call its `make_private` in
+            `configure_optimizers`, or earlier.
 
     Raises:
         ValueError: engine is not a `PrivacyEngine`.

@@ -220,7 +220,7 @@ def _linear_norms(
 ) -> dict[Tensor, Tensor]:
     """Return the norms [B] of the per-sample gradients of the weight and of the bias.
 
-    The input [B, ..., I] is cast to the dtype of backprops [B, ..., O], as autocast cast it.
+    The input [B, ..., I] is cast to the dtype of backprops [B, ..., O], as in the forward.
     """
     dy = _tokens(backprops)  # [B, T, O]
     norms: dict[Tensor, Tensor] = {}

@@ -167,9 +167,9 @@ def changed_in_company(
 ) -> str | None:
     """Return an error message if a sample's loss changes in a batch with others, else None.
 
-    `alone` are batches of one sample each, and the batch `together` begins with these samples in
-    this order. `again` is a second run of `together`: if it gives other losses, losses are random,
-    and None is returned. `rounding` is the relative and absolute tolerance.
+    Each batch in `alone` has one sample. The batch `together` begins with these samples, in the
+    same order. `again` repeats `together`: if its losses differ, losses are random, and None is
+    returned. `rounding` is the relative and absolute tolerance.
     """
     in_company = losses_of_batch(together).float()
     repeated = losses_of_batch(again).float()

@@ -570,8 +570,8 @@ class DPTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log public values and epsilon, and other values only with log_private_metrics.
 
-        The number of log entries is public too. So nothing is logged if no public value is left,
-        or between two microbatches of a step, since the number of microbatches is private.
+        The number of log entries is public too, but the number of microbatches is private. So
+        nothing is logged between two microbatches of a step, or if no public value is left.
         """
         kept = self._public(logs)
         loader = self._private_loader
@@ -722,7 +722,7 @@ class DPTrainer(Trainer):
         If an evaluated row is a copy of a row that training has sampled, no metrics are logged.
 
         Raises:
-            PrivateRefusal: training would choose a model by metrics of such copies.
+            PrivateRefusal: there are such copies, and training would choose a model by metrics.
         """
         self._refuse_training_data(self.eval_dataset if eval_dataset is None else eval_dataset)
         with self._evaluating():
@@ -789,9 +789,9 @@ class _Checkpoints(TrainerCallback):
         state.epoch = state.global_step / len(given["train_dataloader"])
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Remove the optimizer's file, and engine checkpoints without a folder checkpoint-N.
+        """Remove the optimizer's file, which the engine's checkpoint replaces.
 
-        The engine's checkpoint replaces the optimizer's file.
+        Remove also engine checkpoints whose folder checkpoint-N no longer exists.
         """
         folder = Path(args.output_dir)
         (folder / f"checkpoint-{state.global_step}" / _OPTIMIZER).unlink(missing_ok=True)

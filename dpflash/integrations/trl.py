@@ -73,10 +73,10 @@ class _TRLTrainer(DPTrainer):
 class DPSFTTrainer(_TRLTrainer, SFTTrainer):
     """`trl.SFTTrainer` with differential privacy.
 
-    It prepares data as SFTTrainer does, and trains as `DPTrainer` does. A sample's loss is the
-    mean over its own labels, computed from the logits. SFTTrainer's fused head is not used. It
-    reads the weight of `lm_head` without calling this module, so the weight's gradient would not
-    be clipped. Evaluations report the loss and no other metric.
+    Prepares data as SFTTrainer does, and trains as `DPTrainer` does. A sample's loss is the mean
+    over its own labels, computed from the logits. SFTTrainer's fused head is not used: it reads
+    the weight of `lm_head` without calling `lm_head`, so the gradient of the weight would not be
+    clipped. Evaluations report the loss and no other metric.
 
     With ``packing=True`` or ``padding_free=True``, `dpflash.packing.PackTo` packs the entries as
     documents. Each document is one sample. A row has `max_length` tokens, and a microbatch has
@@ -88,9 +88,9 @@ class DPSFTTrainer(_TRLTrainer, SFTTrainer):
         options: the other arguments of `trl.SFTTrainer`, such as train_dataset.
 
     Raises:
-        ValueError: an option is not supported in private training: packing_strategy="wrapped",
-            loss_type="dft", losses of routers, Liger, and the options that `DPTrainer` refuses.
-            The message states a remedy.
+        ValueError: an option is not supported in private training, and the message states a
+            remedy. Not supported are packing_strategy="wrapped", loss_type="dft", losses of
+            routers, Liger, and the options that `DPTrainer` refuses.
 
     Guarantees:
         The guarantees of `DPTrainer`.
@@ -127,8 +127,8 @@ class DPSFTTrainer(_TRLTrainer, SFTTrainer):
 class DPDPOTrainer(_TRLTrainer, DPOTrainer):
     """`trl.DPOTrainer` with differential privacy. A preference pair is one sample.
 
-    It prepares data as DPOTrainer does, and trains as `DPTrainer` does. An entry of train_dataset
-    is a pair, whose gradient, summed over both answers, is clipped. A pair's loss is the loss that
+    Prepares data as DPOTrainer does, and trains as `DPTrainer` does. An entry of train_dataset is
+    a pair, and its gradient, summed over both answers, is clipped. A pair's loss is the loss that
     DPOTrainer computes from logits for a batch of this pair alone. So for loss_type="sft" the loss
     is the mean over the pair's own tokens, whereas TRL averages over the tokens of the batch.
     Evaluations report the loss and the rewards that DPOTrainer reports.
@@ -142,9 +142,9 @@ class DPDPOTrainer(_TRLTrainer, DPOTrainer):
         options: the other arguments of `trl.DPOTrainer`, such as ref_model and train_dataset.
 
     Raises:
-        ValueError: an option is not supported in private training: loss_type="aot" and
-            "aot_unpaired", which sort the pairs of a batch, padding_free, losses of routers,
-            images, Liger, and the options that `DPTrainer` refuses. The message states a remedy.
+        ValueError: an option is not supported in private training, and the message states a
+            remedy. Not supported are padding_free, losses of routers, images, Liger, loss_type
+            "aot" and "aot_unpaired" (they sort pairs), and options that `DPTrainer` refuses.
         ImportError: TRL is older than 1.15.
 
     Guarantees:
@@ -225,7 +225,7 @@ class DPDPOTrainer(_TRLTrainer, DPOTrainer):
 
     @contextmanager
     def _trl_state(self, *, is_logged: bool) -> Iterator[None]:
-        """Let DPOTrainer read reference values from the batch; keep metrics only if is_logged."""
+        """Let DPOTrainer read the batch's reference log-probs; keep metrics only if is_logged."""
         precomputed, metrics = self.precompute_ref_logps, self._metrics
         tokens = self._total_train_tokens
         self.precompute_ref_logps = True
@@ -240,12 +240,12 @@ class DPDPOTrainer(_TRLTrainer, DPOTrainer):
 
 
 def _scores_of(logits: Tensor) -> Callable[..., SimpleNamespace]:
-    """Return a function that TRL calls instead of the model, with results from these logits."""
+    """Return a function that replaces the model in TRL's code, and scores labels by the logits."""
     return lambda **given: _scores(logits, given["labels"])
 
 
 def _with_scores(model: nn.Module) -> Callable[..., SimpleNamespace]:
-    """Wrap the model for TRL's calls with a fused head: compute the results from its logits."""
+    """Wrap the model to return the outputs of TRL's fused head, computed from its logits."""
 
     def call(labels: Tensor | None = None, fused_lm_head: bool = False, **given: Any) -> Any:
         outputs = model(**given)

@@ -131,8 +131,8 @@ def _refuse(
         name: the function's name in messages.
         collate: the function.
         entries: entries that the function accepts, or indices if it also reads the entries.
-        before: the function's state before its first call; None for a function that reads a
-            dataset, since a dataset may hold open files and its state is not restored.
+        before: the function's state before its first call. None for a function that reads a
+            dataset: its state is not restored, since a dataset may hold open files.
     """
     keeps = False
     try:
@@ -175,8 +175,8 @@ def _refuse(
         ) from None
     if trial.is_unrepeated:
         warn(
-            f"{name} could not be tried: each call makes other rows from the same entries. It "
-            "keeps state, or draws random numbers that cannot be reset "
+            f"{name} could not be tried: two calls with the same entries return other rows. The "
+            "function keeps state, or draws random numbers that cannot be reset "
             "(numpy.random.default_rng() or random.SystemRandom() inside the function). If it "
             "mixes the entries of a batch, one entry may change the sum by more than "
             "max_grad_norm. Draw from the global generators of torch, NumPy or Python, or from a "
@@ -343,7 +343,7 @@ class _Trial:
     def shared_of_entries(self) -> str | None:
         """Return the name of a field that has no row per entry but depends on entries, or None.
 
-        A number is allowed if a tensor in the batch has this length, which shows the number too.
+        A number is allowed if it is the length of a tensor of the batch, which shows it anyway.
         """
         if len(self._entries) < 3:
             return None

@@ -174,16 +174,15 @@ class Collated(NamedTuple):
 class FittingCollate:
     """A collate function that replaces entries that do not fit by padding.
 
-    Most of the first `_FIRST` entries have one form; the first such entry is the model entry. An
-    entry fits if the collate function can make a batch from it, alone and together with the model
-    entry, and the batch has the same fields and dtypes (and shapes, if the length is public) as a
-    batch of the model entry. Numbers of narrower dtypes, such as integers among fractions, are
-    converted. So neither the decision whether an entry fits, nor the entry's row, depends on the
-    other entries of the batch. A test of a whole batch may miss a field that only one entry has.
-    So an entry is tested by itself, unless it has the types and dtypes of an entry that was tested
-    and fits unchanged. If one entry is added to the dataset, there may be no model entry, but the
-    fields of the model entry never change. If a dataset reads several entries at once, entries are
-    compared in the form that they have when read together.
+    Most of the first `_FIRST` entries have one form; the first such entry is the model entry, with
+    which all entries are compared. An entry fits if the collate function accepts it, alone and
+    together with the model entry, and the batch has the fields and dtypes of a batch of the model
+    entry (also its shapes, if the length is public). Numbers of narrower dtypes, such as integers
+    among fractions, are converted. So whether an entry fits, and its row, do not depend on the
+    other entries of the batch. Each entry is tested by itself, since a batch may hide a field that
+    only one entry has. Entries with the types and dtypes of an entry that fits unchanged need no
+    test. If one entry is added to the dataset, the model entry may be lost, but its fields never
+    change. If a dataset reads several entries at once, entries are compared as read together.
 
     A dataset may change the form of all its entries, for example in a curriculum of lengths. So if
     an entry does not fit, the model entry is read again. If the model entry no longer fits, the
@@ -307,7 +306,7 @@ class FittingCollate:
         )
 
     def shorten(self, on: bool) -> None:
-        """Set whether versions without longer entries are made of batches from now on.
+        """Set whether later batches come with versions that lack their longer entries.
 
         DataLoader workers always make such versions of their first batches.
         """
@@ -430,7 +429,7 @@ class FittingCollate:
         return _Form(index, self.dataset[index] if by_index else item, two, three)
 
     def _is_common(self, form: _Form, items: list[Any]) -> bool:
-        """Return whether at least half of the items fit the form, not counting one of them."""
+        """Return whether at least half of the items fit the form, even without one of them."""
         by_index = self.dataset.reads_together
         count = sum(self._fits(x, form, by_index=by_index, adopts=False) for x in items)
         return len(items) == 1 or 2 * (count - 1) >= len(items)
@@ -500,11 +499,10 @@ class _Uncopied(TypeError):
 class BadShare:
     """Raises an error if padding replaces most samples, since steps would be mostly noise.
 
-    The check runs at the end of a logical batch, on `_JUDGED` or more samples together. A unit has
-    at most `per_unit` samples in a logical batch, so `per_unit` bad samples of each logical batch
-    are not counted. So one unit, whatever its contents, can end training only if more than half
-    of the other samples are bad. If logical batches have one or two samples, this check never
-    ends training.
+    The check runs at the end of a logical batch, once `_JUDGED` samples have been counted. One
+    unit may have `per_unit` bad samples in each logical batch, so this many are not counted. So
+    one unit, whatever its contents, can end training only if more than half of the other samples
+    are bad. If logical batches have one or two samples, this check never ends training.
 
     Args:
         per_unit: the largest number of samples of a privacy unit in a logical batch.
@@ -631,7 +629,7 @@ def _stable(batch: Any, again: Any) -> set[str]:
 
 
 def _with_places_of(batch: Any, shorter: Any, stable: Collection[str]) -> Any | None:
-    """Return `shorter`; fields that are not `stable` (such as a time) come from `batch`.
+    """Return `shorter`, but take fields that are not `stable` (such as a time) from `batch`.
 
     Return None if such a field has different shapes in the two batches.
     """

@@ -472,7 +472,7 @@ class PrivateDataLoader(Prepared, Uncopied, FixedDraws, DataLoader):
     ) -> Iterator[tuple[Any, BatchMark]]:
         """Yield isolation tests with moved samples, once per logical batch.
 
-        Samples have less padding, samples exchange rows, or documents move within their rows.
+        In a test, samples have less padding or exchange rows, or documents move in their rows.
         """
         place_trial = self._place_trial
         begins = mark.microbatch == 0

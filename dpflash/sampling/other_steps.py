@@ -44,7 +44,7 @@ class _Steps:
         self._ends: WeakKeyDictionary[BatchTracker, tuple[int, list[int]]] = WeakKeyDictionary()
 
     def may_take(self, within: Sequence[BatchTracker], ended: Sequence[BatchTracker]) -> bool:
-        """Return whether a logical batch just ended, or the first step was in this microbatch.
+        """Return True after a logical batch's end, and in the microbatch of the first step.
 
         If one loader's logical batch has ended and another loader yields a microbatch, no further
         step is allowed: the first loader may belong to an outer loop, or its iterator was kept.
@@ -84,7 +84,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def refuse_counted_step(optimizer: Optimizer, *, has_closure: bool = False) -> None:
-    """Refuse a step within a logical batch, except in the microbatch with the first step."""
+    """Refuse a step within a logical batch, unless the first step was in the same microbatch."""
     thread = get_ident()
     own = [tracker for tracker, threads in _iterated.items() if thread in threads]
     within = [t for t in own if not (t.is_waiting or t.current is None or t.current.last)]

@@ -29,9 +29,9 @@ SORTING = (
 class CollatedOrder:
     """Finds batches whose rows are in another order than the entries that were fetched.
 
-    To find the content of an entry, the entry is read repeatedly: most of its rows are equal. Rows
-    were moved if the row of entry b has the content of entry a, and b has other content when read.
-    Moves between equal entries are not detected.
+    The content of an entry is the content of most of its rows when it is read repeatedly. Rows
+    were moved if the row of entry b has the content of entry a, but entry b has other content when
+    it is read again. Moves between equal entries are not detected.
     """
 
     def __init__(self) -> None:

@@ -92,7 +92,7 @@ class DrawSampler(FixedDraws, Uncopied, ABC):
 
     @abstractmethod
     def draw(self, index: int) -> list[int]:
-        """Return the samples of logical batch `index`, ascending, a function of key and index."""
+        """Return the samples of logical batch `index`, ascending; key and index determine them."""
 
     def logical_batches(self) -> Iterator[tuple[int, list[int]]]:
         """Yield (number of the logical batch, its samples on all ranks) over one epoch."""
@@ -196,7 +196,7 @@ class PoissonBatchSampler(DrawSampler):
         self.max_batch_size = max_batch_size
 
     def draw(self, index: int) -> list[int]:
-        """Return the samples of logical batch `index`, ascending, a function of key and index."""
+        """Return the samples of logical batch `index`, ascending; key and index determine them."""
         cap = self.max_batch_size
         if self.sample_rate == 1 and (cap is None or cap >= self.num_samples):
             return list(range(self.num_samples))
@@ -254,7 +254,7 @@ class CyclicPoissonBatchSampler(PoissonBatchSampler):
         self._known: tuple[bytes, np.ndarray] | None = None
 
     def draw(self, index: int) -> list[int]:
-        """Return the samples of logical batch `index`, ascending, a function of key and index."""
+        """Return the samples of logical batch `index`, ascending; key and index determine them."""
         drawn = np.array(super().draw(index), dtype=np.int64)
         return [int(i) for i in drawn[self._parts()[drawn] == index % self.parts]]
 
@@ -289,7 +289,7 @@ class RandomAllocationBatchSampler(DrawSampler):
     _known: tuple[bytes, int, np.ndarray] | None = None
 
     def draw(self, index: int) -> list[int]:
-        """Return the samples of logical batch `index`, ascending, a function of key and index."""
+        """Return the samples of logical batch `index`, ascending; key and index determine them."""
         epoch, step = divmod(index, self.steps_per_epoch)
         return [int(i) for i in (self._steps(epoch) == step).nonzero()[0]]
 
@@ -341,7 +341,7 @@ class FixedSizeBatchSampler(DrawSampler):
         self.batch_size = batch_size
 
     def draw(self, index: int) -> list[int]:
-        """Return the samples of logical batch `index`, ascending, a function of key and index."""
+        """Return the samples of logical batch `index`, ascending; key and index determine them."""
         return [int(i) for i in _least(self._words(index), self.batch_size)]
 
 

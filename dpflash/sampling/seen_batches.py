@@ -129,8 +129,8 @@ class SeenBatches:
     def of_batch(self, given: Sequence[Tensor]) -> list[Tensor]:
         """Return the model's arguments that are, or may be computed from, the batch's tensors.
 
-        Arguments of one shape are left out if there are more of them than the batch has tensors of
-        this shape, since the loop may have created them.
+        If more arguments than tensors of the batch have the same shape, the loop may have created
+        them. Then only arguments that share memory with the batch are returned.
         """
         left = Counter(x.shape[:2] for x in self._tensors)
         left.subtract(x.shape[:2] for x in given)
@@ -203,7 +203,7 @@ class _Rows:
     Attributes:
         form: shape and dtype of the tensor.
         hash: hash of `form` and of the digests.
-        hashes: hash of each row; for rows of integers, of the row without the zeros at its end.
+        hashes: hash of each row; zeros at the end of a row of integers do not change its hash.
         is_distinctive: whether another batch is unlikely to contain an equal tensor.
     """
 

@@ -171,7 +171,7 @@ class RealRows:
     """Returns the mask of the current microbatch's rows that are samples, on the model's device.
 
     Args:
-        mask_of: function from B to the mask `[B]`, bool, on the CPU, or to None without padding.
+        mask_of: takes B, and returns the bool mask `[B]` on the CPU; None if no row is padding.
     """
 
     def __init__(self, mask_of: Callable[[int], Tensor | None]) -> None:

@@ -92,7 +92,7 @@ class BatchMark:
 
     @property
     def of_rows(self) -> BatchMark:
-        """This mark by rows instead of units; `real` is True for rows that belong to a unit."""
+        """This mark, but `size` counts rows; `real` is True for rows that belong to a unit."""
         units = self.units
         if units is None:
             return self
@@ -169,7 +169,7 @@ class BatchTracker:
         received: number of microbatches that the loop has received, trials included. PRIVATE.
         next_draw: number of the logical batch at which a resumed run continues.
         returns: number of times that the loader was set back to an earlier logical batch.
-        emitted: sizes of this epoch's logical batches that other loaders fetched, until released.
+        emitted: sizes of the logical batches that another loader fetched and did not release yet.
         signalled: whether another loader has signalled which steps release. The loop of Opacus'
             BatchMemoryManager calls step() for each microbatch, and so needs such signals.
         signalled_now: whether the current step was signalled.
@@ -375,8 +375,8 @@ class BatchTracker:
     def real_rows(self, rows: int) -> Tensor | None:
         """Return a mask `[rows]`, True for the current microbatch's samples; None if all are.
 
-        A batch from elsewhere with as many rows as the last released batch may be that batch
-        again, whose padding rows would count a sample twice. So the released batch's mask is used.
+        If a batch from elsewhere has as many rows as the last released batch, it may be a copy of
+        that batch. Padding rows would then count a sample twice, so the released mask is used.
         If a loader iterates `batch_sampler`, an empty logical batch is one padding row.
         """
         if rows == 1 and self._is_empty_draw:
@@ -386,7 +386,7 @@ class BatchTracker:
 
     @property
     def _is_empty_draw(self) -> bool:
-        """Whether the current logical batch is empty, if another loader signals the steps."""
+        """Whether another loader signals the steps, and the current logical batch is empty."""
         by_signal = self.current is None and self.waiting_signals > 0
         return by_signal and bool(self.emitted) and self.emitted[0] == 0
 
@@ -435,7 +435,7 @@ class BatchTracker:
             self._batch.begin_microbatch(mark.size, mark.units, begins_draw=begins_draw)
 
     def before_rows(self) -> None:
-        """Refuse to run by rows if the sum has this microbatch, or lacks an earlier microbatch."""
+        """Refuse to run row by row if this microbatch is in the sum, or an earlier one is not."""
         if self.backward_done:
             raise PrivateRefusal(SECOND) from None
         if self.current is not None and self._summed < self.current.microbatch:
@@ -481,7 +481,7 @@ class BatchTracker:
             raise PrivateRefusal(_UNRELEASED) from None
 
     def _require_backward(self) -> None:
-        """Refuse a sum without the current or an earlier microbatch, which may be empty."""
+        """Refuse a sum that lacks the current or an earlier microbatch, even an empty one."""
         mark = self.current
         if mark is not None and not mark.is_trial and self._summed <= mark.microbatch:
             raise PrivateRefusal(_INCOMPLETE) from None
@@ -574,7 +574,7 @@ class BatchTracker:
 
     @property
     def _hides_repeats(self) -> bool:
-        """Whether a repeated batch is not noticed: workers fetch ahead, and sizes are equal."""
+        """Whether repeated batches go unnoticed: workers fetch ahead, and sizes are equal."""
         return self._fetched_ahead and self._equal_sizes
 
     def released(self) -> None:

@@ -40,7 +40,7 @@ class TrainingConfig:
 
     None means the default that the help states. With `pack`, a document that is longer than a row
     is cut into windows, whose gradients are summed before clipping. If a document has more tokens
-    than a microbatch, each step trains on one window with the tokens of a microbatch.
+    than a microbatch, each step trains on one window of it that fills a microbatch.
     """
 
     data: str | None = None

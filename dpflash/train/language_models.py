@@ -117,7 +117,7 @@ class ByteModel:
 
 
 class PretrainedModel:
-    """The methods of `ByteModel` for a causal model of transformers, or LoRA adapters on it."""
+    """A causal model of transformers, or LoRA adapters on it, with the methods of `ByteModel`."""
 
     token = "token"
     released = PRETRAINED
@@ -207,7 +207,7 @@ class PretrainedModel:
 
 
 class TextClassifier(PretrainedModel):
-    """The methods of `PretrainedModel` for a text classifier with the classes `config.labels`.
+    """A text classifier for the labels `config.labels`, with the methods of `PretrainedModel`.
 
     `encode` returns documents as `LabelledTexts` expects them.
     """
@@ -310,8 +310,8 @@ def _as_arrays(tokenizer: Any, rows: Iterable[list[int]], vocabulary: int) -> li
         ids = np.array(row, dtype=np.int32)
         if len(ids) and ids.max() >= vocabulary:
             raise PrivateRefusal(
-                f"tokenizer={tokenizer.name_or_path!r}: the tokenizer makes a token that the "
-                f"model, with {vocabulary} tokens, lacks; pass the model's own tokenizer",
+                f"tokenizer={tokenizer.name_or_path!r}: the tokenizer makes a token that is not "
+                f"one of the model's {vocabulary} tokens; pass the model's own tokenizer",
                 token=int(ids.max()),
             ) from None
         documents.append(ids)

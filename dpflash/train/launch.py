@@ -33,7 +33,7 @@ _OTHERS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's rank in the job; as a context manager, it destroys the process group."""
+    """This process's rank in the job; as a context manager, ends the process group on exit."""
 
     parallel: Parallelism = Parallelism()  # how the ranks divide the job
     rank: int = 0  # global rank, from 0

@@ -72,7 +72,7 @@ def _unit_in_words(config: TrainingConfig, unit: str) -> str:
 def make_report(job: TrainingRun, engine: PrivacyEngine) -> dict[str, Any]:
     """Return the report of a job as plain values; numbers that are not finite become None.
 
-    "ranks" describes how the ranks divide the job now. It may differ from before a --resume.
+    The entry "ranks" describes how ranks divide the job now; a --resume may have changed this.
     """
     config, state, token = job.config, job.state, job.token
     epsilon = engine.get_epsilon(config.delta, interval=True)

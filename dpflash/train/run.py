@@ -263,7 +263,7 @@ class TrainingRun:
         return job
 
     def _fitting_length(self, documents: Sequence[Tokens]) -> int:
-        """Return the tokens per window: seq_len, or less if a model or all documents need less.
+        """Return the least of seq_len, the model's limit and the longest document, in tokens.
 
         With a declared dataset_size the documents' lengths are private, and not considered.
         """
@@ -292,7 +292,7 @@ class TrainingRun:
 
     @property
     def optimization(self) -> Optimization:
-        """The changes that the optimization level makes; as text, one sentence for each change."""
+        """The changes by the optimization level; its str() has one sentence for each change."""
         return self._engine.optimization
 
     @property
@@ -317,7 +317,7 @@ class TrainingRun:
         )
 
     def shares_ledger(self) -> bool:
-        """Return whether the ledger is one of several runs: by --ledger, or with their lines."""
+        """Return whether other runs may use the ledger: it was passed, or has their lines."""
 
         def read() -> bytes:
             runs = {line.run for line in Ledger(self.ledger).lines}
