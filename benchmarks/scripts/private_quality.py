@@ -5,7 +5,7 @@ and setting, a model is trained plainly (no noise, no bound) and privately at ep
 weights and logical batches. "bf16" is optimize="balanced", and "fp8" adds fp8=True. Trained models
 are detached and evaluated in float32. If the command is repeated, it makes the missing runs.
 
-    python benchmarks/scripts/private_quality.py arithmetic --minutes 15 \
+    python benchmarks/scripts/private_quality.py arithmetic \
         --json benchmarks/results/cpu-epyc/fp8-quality.json --seeds 5 --steps 1000 5000
     python benchmarks/scripts/private_quality.py patterns \
         --json benchmarks/results/cpu-epyc/pattern-quality.json --seeds 3 --steps 500
@@ -17,7 +17,6 @@ import argparse
 import itertools
 import json
 import math
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -132,11 +131,9 @@ def main() -> None:
     parser.add_argument(
         "--without", nargs="+", default=[], help="kinds or settings to leave out: plain, fp32, ..."
     )
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run afterwards")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    begin = time.monotonic()
     tokens, baseline, ways = COMPARISONS[args.comparison]
     data, held_out = (
         TensorDataset(*batch_of(windows, range(len(windows)), 0))
@@ -148,8 +145,6 @@ def main() -> None:
         run = {"steps": steps, "seed": seed, "kind": kind, "way": way}
         if run in made or {kind, way} & {*args.without}:
             continue
-        if time.monotonic() - begin > 60 * args.minutes:
-            break
         noise = 0.0
         if kind == "private":
             noise = get_noise_multiplier(

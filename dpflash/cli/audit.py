@@ -106,12 +106,9 @@ def _run(args: argparse.Namespace) -> int:
         (Path(args.folder) / AUDIT).write_text(text + "\n", encoding="utf-8")
     if args.plot is not None:
         save(report.figure(), args.plot)
-    if args.json:
-        print(as_json(report.as_dict()))
-    else:
-        print(report)
-        if args.folder is not None:
-            print("The claimed epsilon is of this run alone, without other runs of its ledger.")
+    print(as_json(report.as_dict()) if args.json else report)
+    if args.folder is not None and not args.json:
+        print("The claimed epsilon is of this run alone, without other runs of its ledger.")
     return 0 if report.ok else 1
 
 
