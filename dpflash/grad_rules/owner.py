@@ -131,8 +131,19 @@ class PrivateOwner(PrivateModule):
 
         call = str(structure), tuple(in_dims)
         is_to_compare = batch_size > 1 and self._is_to_compare(call)
-        expected = self._expected(of_batch, one_by_one, leaves, device) if is_to_compare else None
-        outputs = one_by_one(leaves)
+        expected = failed = None
+        if is_to_compare:
+            try:
+                expected = self._expected(of_batch, one_by_one, leaves, device)
+            except _FailedBatch as error:
+                # The error may depend on a sample, and the run by samples may not have it.
+                is_to_compare, failed = False, error.__cause__
+        try:
+            outputs = one_by_one(leaves)
+        except Exception as error:
+            if failed is None or isinstance(error, PrivateRefusal):
+                raise
+            raise failed from None
         if expected is not None and not _is_equal(outputs, expected):
             self._refuse_mixing()
         if is_to_compare:
@@ -184,9 +195,15 @@ class PrivateOwner(PrivateModule):
 
         Raises:
             RuntimeError: the forward sets an attribute.
+            _FailedBatch: the forward raised an error.
         """
         own_copy: Any = copy_to_store_in(self)
-        outputs = own_copy.forward(*args, **kwargs)
+        try:
+            outputs = own_copy.forward(*args, **kwargs)
+        except PrivateRefusal:
+            raise
+        except Exception as error:
+            raise _FailedBatch from error
         for name, value in stored(self, own_copy):
             if not isinstance(value, PLAIN):
                 self.refuse_stored(name)
@@ -392,6 +409,10 @@ def _refuse_recurrent(owner: str, layer: nn.RNNBase) -> NoReturn:
         "itself; call the layer in a module without parameters of its own, which takes and "
         "returns batch-first tensors. It can take a state [B, layers, H] and transpose it inside"
     )
+
+
+class _FailedBatch(Exception):
+    """The module's own forward raised an error, the cause of this error, for a whole batch."""
 
 
 class _OwnerFunctions(PerSampleFunctions):

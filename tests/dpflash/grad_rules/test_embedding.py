@@ -69,6 +69,26 @@ def test_a_sample_with_an_unknown_token_adds_nothing(token, trained, kind, optio
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+class OfItsOwn(nn.Module):
+    """Looks up in a parameter of a module that has layers too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Parameter(torch.randn(7, 4)), nn.Linear(4, 1)
+
+    def forward(self, ids):
+        return self.head(nn.functional.embedding(ids, self.table)).mean((1, 2))
+
+
+def test_an_unknown_token_in_a_models_own_table_adds_nothing(private):
+    bad = IDS.clone()
+    bad[0, 2] = 7
+    found, _ = released(OfItsOwn(), bad, private, {})
+    others, _ = released(OfItsOwn(), IDS[1:], private, {})
+    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(found, others, strict=True))
+
+
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize(
     "positions",
