@@ -43,9 +43,10 @@ class PerSampleFunctions(TorchFunctionMode):
     function are not detected.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, *, is_packed: bool = False):
         super().__init__()
         self._name = name
+        self._is_packed = is_packed  # the module runs on each packed document, without vmap
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -92,7 +93,10 @@ class PerSampleFunctions(TorchFunctionMode):
         return self._rows(weight, indices, None if padding_idx < 0 else padding_idx)
 
     def _rows(self, weight: Tensor, indices: Tensor, padding_idx: int | None) -> Tensor:
-        if _functorch.is_batchedtensor(indices):
+        if self._is_packed:  # NaN would spread to other documents (0 * NaN = NaN).
+            indices, _ = inside(indices, weight.shape[0])
+            rows = F.embedding(indices, weight)
+        elif _functorch.is_batchedtensor(indices):
             indices, outside = inside(indices, weight.shape[0])
             rows = F.embedding(indices, weight).masked_fill(outside.unsqueeze(-1), torch.nan)
         else:  # All samples share the positions, so an error depends only on the public length.

@@ -282,7 +282,7 @@ class PrivateLeaf(PrivateModule):
                 return functional_call(own_copy, {**shared, **own}, *inputs)
             return _turned(functional_call(own_copy, {**shared, **own}, *_turned(inputs)))
 
-        with PerSampleFunctions(context.name):
+        with PerSampleFunctions(context.name, is_packed=True):
             outputs = by_document(call, per_document, inputs, units, context.name)
         self._stored(own_copy)
         return _turned(outputs) if are_heads_first else outputs

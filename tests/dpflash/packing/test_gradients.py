@@ -288,6 +288,32 @@ def test_a_document_without_a_finite_gradient_is_removed_alone(
     assert error(found, clipped(own.engine, grads, 1e6)) < 1e-6
 
 
+class Scaled(nn.Embedding):
+    """With a forward of its own, as that of Gemma."""
+
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+@pytest.mark.parametrize("kind", [Scaled, nn.Embedding])
+def test_a_document_with_an_unknown_token_is_removed_alone(
+    kind, run, gradients, clipped, error, documents
+):
+    def build():
+        model = Layers()
+        table = kind(23, 12, padding_idx=3)
+        table.weight, model.embedding = model.embedding.weight, table
+        return model
+
+    docs = documents(LENGTHS)
+    docs[3][4] = 23
+    own = run(build(), docs, **packing(3))
+    found = own.sums()
+    assert own.engine.diagnostics()["nonfinite_samples"] == 1
+    grads = gradients(build(), [d for i, d in enumerate(docs) if i != 3], 32)
+    assert error(found, clipped(own.engine, grads, 1e6)) < 1e-6
+
+
 def test_a_batch_of_ones_own_has_the_losses_of_each_document(language_model, documents):
     """Without an engine: packed losses are those of single documents."""
     docs = documents([5, 1, 20, 0])
